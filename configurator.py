@@ -1,0 +1,82 @@
+"""A script's module-level globals are its settings; recipe files and the command line set them, literals only.
+
+    python train.py --help                                          # the settings with their defaults
+    python train.py config/tiny.py --budget_hours=0.1 --seed 2      # recipes and flags in order; the last one wins
+"""
+
+import ast
+import contextlib
+import difflib
+import math
+import sys
+from pathlib import Path
+
+SCRIPTS = ("prepare.py", "train.py", "finetune_glue.py", "bench.py", "race.py")
+NOT_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+
+
+def assignments(path, strict=False):
+    """{name: (value, line)} of the `name = literal` lines of a Python file, never run; strict allows no others."""
+    try:
+        nodes = ast.parse(Path(path).read_text(encoding="utf-8")).body
+    except (OSError, *NOT_LITERAL) as e:
+        sys.exit(f"cannot read the recipe {path}: {e}")
+    found = {}
+    for node in nodes:
+        try:
+            (target,) = node.targets
+            found[target.id] = (ast.literal_eval(node.value), node.lineno)
+        except (AttributeError, *NOT_LITERAL):
+            if strict and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # a docstring
+                sys.exit(f"{path}, line {node.lineno}: a recipe holds only `name = literal` lines")
+    return found
+
+
+def settings(script):
+    """The settings of a script, {name: (default, line)}: its lower-case globals that are literals."""
+    return {k: v for k, v in assignments(script).items() if k.islower() and isinstance(v[0], bool | int | float | str)}
+
+
+def configure(namespace, argv=None):
+    """Set the settings in a script's globals() from argv: recipe files, --name=value, --name value, --help."""
+    script = Path(namespace["__file__"])
+    block = settings(script)
+    known = {name for s in SCRIPTS if script.with_name(s).exists() for name in settings(script.with_name(s))} | {*block}
+    args, asked = list(sys.argv[1:] if argv is None else argv), []  # asked: (where, name, value)
+    if "--help" in args or "-h" in args:
+        lines, numbers = script.read_text(encoding="utf-8").splitlines(), [line for _, line in block.values()]
+        sys.exit(print(namespace["__doc__"].strip(), "", *lines[min(numbers) - 1 : max(numbers)], sep="\n"))
+    while args:
+        name, equals, text = args.pop(0).partition("=")
+        if not name.startswith("--"):
+            asked += [(f"{name}, line {n}", k, v) for k, (v, n) in assignments(name + equals + text, True).items()]
+            continue
+        if not equals and not args:
+            sys.exit(f"{name} has no value: write {name}=VALUE (python {script.name} --help shows the defaults)")
+        value = text if equals else args.pop(0)
+        if not isinstance(block.get(name[2:], ("",))[0], str):  # strings are taken as they were typed
+            with contextlib.suppress(*NOT_LITERAL):
+                value = ast.literal_eval(value.strip())
+        asked.append(("command line", name[2:], value))
+    for where, name, value in asked:
+        if name in block:
+            default = block[name][0]
+            if type(default) is float and type(value) is int and abs(value) < 2**53:
+                value = float(value)
+            if type(value) is not type(default) or (type(value) is float and not math.isfinite(value)):
+                sys.exit(f"{where}: {name}={value!r:.60} should be of type {type(default).__name__}, like {default!r}")
+            if value != default:
+                print(f"{name} = {value!r}  (default {default!r})")
+            namespace[name] = value
+        elif name not in known or where == "command line":
+            near = difflib.get_close_matches(name, block, 1) or [f"one of those that python {script.name} --help lists"]
+            sys.exit(f"{where}: {script.name} has no setting {name}; did you mean {near[0]}?")
+
+
+def require(namespace, limits):
+    """Exit with one line unless each setting is one of its choices (strings) or between its two limits (numbers)."""
+    for name, allowed in limits.items():
+        value = namespace[name]
+        if not (value in allowed if isinstance(value, str) else allowed[0] <= value <= allowed[1]):
+            kind = "one of" if isinstance(value, str) else "between"
+            sys.exit(f"{name}={value} cannot work: it must be {kind} {', '.join(map(str, allowed))}")

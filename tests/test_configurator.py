@@ -1,0 +1,119 @@
+import contextlib
+import io
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, last_line, script
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configurator import configure, settings
+
+EXAMPLE = '''"""What it does.
+
+    python train.py
+"""
+count = 3        # an int
+rate = 0.5       # a float
+name = "x"       # a string
+flag = True      # a bool
+LIMIT = 9
+derived = count * 2
+'''
+
+
+@pytest.fixture
+def example(tmp_path):
+    """A namespace like the globals() of a script, and its folder, with another script beside it."""
+    (tmp_path / "train.py").write_text(EXAMPLE)
+    (tmp_path / "prepare.py").write_text('"""Other."""\nsource = "a"\n')
+    return {"__file__": str(tmp_path / "train.py"), "__doc__": "What it does.", **DEFAULTS}
+
+
+DEFAULTS = {"count": 3, "rate": 0.5, "name": "x", "flag": True}
+
+
+def message(namespace, *argv):
+    with pytest.raises(SystemExit) as e:
+        configure(namespace, list(argv))
+    text = str(e.value)
+    assert "\n" not in text and "Traceback" not in text
+    return text
+
+
+def test_settings_are_the_lower_case_literals(example):
+    assert {k: v for k, (v, _) in settings(example["__file__"]).items()} == DEFAULTS
+
+
+def test_flags_in_both_forms_and_what_was_changed_is_printed(example, capsys):
+    configure(example, ["--count=7", "--rate", "2", "--name=a=b", "--flag=False"])
+    assert [example[k] for k in DEFAULTS] == [7, 2.0, "a=b", False]
+    assert type(example["rate"]) is float
+    assert "count = 7  (default 3)" in capsys.readouterr().out
+
+
+def test_recipe_then_flag_last_wins_and_keys_of_another_script_pass(example, tmp_path):
+    recipe = tmp_path / "r.py"
+    recipe.write_text('"""Doc."""\ncount = 5  # why\nrate = 1\nsource = "b"\n')
+    configure(example, [str(recipe), "--count=6"])
+    assert example["count"] == 6 and example["rate"] == 1.0 and "source" not in example
+
+
+@pytest.mark.parametrize("flag", ["--count=1.5", "--count=x", "--flag=1", "--rate=True", "--rate=1e999", "--rate=[1]",
+                                  "--count=__import__('os')", "--flag=yes"])  # fmt: skip
+def test_wrong_type_is_one_line(example, flag):
+    assert "should be of type" in message(example, flag)
+
+
+def test_typo_names_the_nearest(example):
+    assert "did you mean count?" in message(example, "--cuont=1")
+    assert "has no setting source" in message(example, "--source=b")
+    assert "no value" in message(example, "--count")
+
+
+@pytest.mark.parametrize("line", ["import os", "count = 1 + 1", "count: int = 3", "x, y = 1, 2", "print(1)",
+                                  "if 1: pass", "f'{print(1)}'", "count = rate = 1",
+                                  "a.b = 1", "count += 1"])  # fmt: skip
+def test_recipes_are_never_run(example, tmp_path, line):
+    recipe = tmp_path / "r.py"
+    recipe.write_text(f"{line}\n")
+    assert "only `name = literal` lines" in message(example, str(recipe))
+
+
+def test_unreadable_recipes(example, tmp_path):
+    (tmp_path / "bad.py").write_text("count = (\n")
+    assert "cannot read the recipe" in message(example, str(tmp_path / "bad.py"))
+    assert "cannot read the recipe" in message(example, "nowhere.py")
+    (tmp_path / "key.py").write_text("coutn = 1\n")
+    assert "did you mean count?" in message(example, str(tmp_path / "key.py"))
+
+
+@given(st.sampled_from(["count", "rate", "name", "flag", "other"]), st.text(), st.booleans())
+def test_any_text_gives_the_right_type_or_one_line(tmp_path_factory, key, text, joined):
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "train.py").write_text(EXAMPLE)
+    namespace = {"__file__": str(folder / "train.py"), "__doc__": "", **DEFAULTS}
+    argv = [f"--{key}={text}"] if joined else [f"--{key}", text]
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        configure(namespace, argv)
+    assert {k: type(namespace[k]) for k in DEFAULTS} == {k: type(v) for k, v in DEFAULTS.items()}
+
+
+@pytest.mark.parametrize("name", ["prepare.py", "train.py"])
+def test_help_is_the_config_block_and_needs_no_torch(name):
+    done = script(name, "--help")
+    assert done.returncode == 0
+    for setting, (default, _) in settings(ROOT / name).items():
+        quoted = f'"{default}"' if isinstance(default, str) else str(default)
+        line = next(line for line in done.stdout.splitlines() if line.startswith(f"{setting} = "))
+        assert quoted in line or float(line.split("=")[1].split("#")[0]) == default
+    probe = f"import sys, runpy; sys.argv = ['{name}', '--help']\n"
+    probe += f"try: runpy.run_path('{name}', run_name='__main__')\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip().endswith("False"), done.stderr
+
+
+def test_a_typo_on_a_real_script():
+    done = script("train.py", "--n_laye=3")
+    assert done.returncode == 1 and "did you mean n_layer?" in last_line(done)

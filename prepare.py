@@ -1,0 +1,409 @@
+"""Raw text to a tokenizer and rows of tokens: data_dir gets tokenizer.json, train.bin, val.bin and, last, meta.json.
+
+    python prepare.py                                                       # FineWeb-Edu, for the day-long run
+    python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine        # your own: .txt .jsonl .parquet (.gz)
+    python prepare.py config/tiny.py                                        # the embedded corpus, in seconds
+
+A text file is cut into documents at blank lines. Everything is written into DATA_DIR.partial, which becomes data_dir
+in one rename at the end: a killed run leaves nothing that looks finished, and running again starts over.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from configurator import configure, require
+from tokenizer import CLS, MASK, SEP, Tokenizer, normalise, train_tokenizer
+
+# what to read
+data_dir = "data/fineweb_edu"             # the folder to write
+source = "HuggingFaceFW/fineweb-edu"      # a glob of local files, or the name of a Hub data set
+source_config = "sample-10BT"             # which configuration of the Hub data set; '' = its only one
+text_column = "text"                      # where .jsonl, .parquet and Hub data sets keep the text
+max_docs = 0                              # stop after reading this many documents; 0 = all
+max_tokens = 0                            # stop after keeping this many tokens; 0 = all
+# text to tokens
+normalisation = "ascii"                   # ascii: lower case, no accents, as the paper | plain: any script, cased
+vocab_size = 32768                        # entries of the byte-level BPE vocabulary, 4 special tokens included
+vocab_sample_mb = 100                     # MB of text, taken evenly from all files, that the vocabulary is trained on
+# tokens to rows
+seq_len = 128                             # tokens in a row, the leading [CLS] included
+filter_ratio = 0.25                       # keep a document if tokens < ratio x characters (paper 4.4); 0 = keep all
+dedup = False                             # drop exact copies of earlier documents
+order = "shuffle"                         # shuffle | curriculum: rows with most sentence ends first (paper 4.4)
+val_share = 0.01                          # share of documents held out for val.bin, chosen by a hash of their text
+val_tokens = 1000000                      # at most this many tokens are held out; later candidates go to train.bin
+# this machine
+threads = 0                               # tokenizer threads, 0 = one per core; the result does not depend on it
+
+if __name__ == "__main__":
+    configure(globals())
+
+KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+BUCKETS = 128  # files that rows are spread over before they are put in order: memory stays at 1/128 of the data
+OURS = ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin", "meta.json", "bucket-*")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents.
+
+
+def source_files(pattern):
+    """The local files that pattern names, sorted; [] if it names a Hub data set instead."""
+    files = sorted(f for f in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(f))
+    kinds = [file_kind(f) for f in files]
+    if None in kinds:
+        sys.exit(f"{files[kinds.index(None)]} is of no known kind: rename it to {' '.join(KINDS)} (each also with .gz)")
+    if not files and (file_kind(pattern) or any(c in pattern for c in "*?[") or os.path.isdir(pattern)):
+        sys.exit(f'no file matches source={pattern}: give a glob in quotes, like --source="texts/*.txt"')
+    return files
+
+
+def file_kind(path):
+    return KINDS.get(os.path.splitext(path.removesuffix(".gz"))[1])
+
+
+def open_stream(path):
+    """An iterator over lists of documents: of one local file, or, where path is '', of the Hub data set."""
+    import datasets
+
+    if not path:
+        stream = datasets.load_dataset(source, source_config or None, split="train", streaming=True)
+    else:
+        options = {"text": {"sample_by": "paragraph", "encoding_errors": "replace"}}.get(file_kind(path), {})
+        stream = datasets.load_dataset(file_kind(path), data_files=[path], split="train", streaming=True, **options)
+    for table in stream.with_format("arrow").iter(batch_size=256):
+        if text_column not in table.column_names and file_kind(path) != "text":
+            have = ", ".join(table.column_names)
+            raise ValueError(f"no column {text_column!r}, it has {have}: type --text_column=NAME")
+        column = table["text" if file_kind(path) == "text" else text_column].to_pylist()
+        yield [text for t in column if isinstance(t, str) and (text := t.strip())]
+
+
+def documents(paths, errors, limit=0):
+    """Lists of documents of about 1 MB from every path in turn; limit > 0 takes that many characters from each.
+
+    A file that cannot be read, or not to its end, is noted in errors ({path: why}), and the next one follows.
+    """
+    for path in paths:
+        batch, size, taken = [], 0, 0
+        try:
+            for texts in open_stream(path):
+                for text in texts:
+                    batch.append(text)
+                    size += len(text)
+                    if size >= 1 << 20:
+                        yield batch
+                        batch, size, taken = [], 0, taken + size
+                if limit and taken + size >= limit:
+                    break
+        except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
+            errors[path or source] = f"{type(e).__name__}: {(str(e) or 'no reason given').splitlines()[0]:.200}"
+        yield batch
+
+
+def text_hash(text):
+    """64 bits that stand for a document: they decide what is held out, and find exact copies."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+
+
+def is_candidate(h):
+    """Whether a document of hash h may be held out; it is never used to train the vocabulary."""
+    return h < val_share * 2**64
+
+
+class SeenHashes:
+    """A set of 64-bit hashes at 8 bytes each, 16 while it grows: sorted arrays that merge as they get equal."""
+
+    def __init__(self):
+        self.arrays = []
+
+    def add(self, hashes):
+        """Put hashes (n,) uint64 in; which of them were not there before, (n,) bool, first occurrences only."""
+        new = np.zeros(len(hashes), dtype=bool)
+        new[np.unique(hashes, return_index=True)[1]] = True
+        for array in self.arrays:
+            i = np.searchsorted(array, hashes)
+            new &= array[np.minimum(i, len(array) - 1)] != hashes
+        merged = np.sort(hashes[new])
+        while self.arrays and len(merged) and len(self.arrays[-1]) <= 2 * len(merged):
+            merged = np.concatenate((self.arrays.pop(), merged))
+            merged.sort()
+        self.arrays += [merged] if len(merged) else []
+        return new
+
+
+def encode_all(batches, tokenizer, n_threads):
+    """For each batch of documents, in order: [(hash, characters, ids with a [SEP] at the end)], made by threads."""
+
+    def encode(batch):
+        out = []
+        for text in batch:
+            plain = normalise(text, tokenizer.mode)
+            ids = tokenizer.encoding.encode_to_numpy(plain, disallowed_special=())
+            out.append((text_hash(text), len(plain), np.append(ids, SEP).astype(np.uint16)))
+        return out
+
+    waiting = deque()
+    with ThreadPoolExecutor(n_threads) as pool:  # tiktoken works outside the GIL
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(encode, batch))
+                if len(waiting) > 2 * n_threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows.
+
+
+def pack(tokens, length):
+    """Rows (n, length) of [CLS] and length − 1 tokens each, cut from tokens (m,), and what is left over (r,)."""
+    n = len(tokens) // (length - 1)
+    rows = np.full((n, length), CLS, dtype=np.uint16)
+    rows[:, 1:] = tokens[: n * (length - 1)].reshape(n, length - 1)
+    return rows, tokens[n * (length - 1) :]
+
+
+def spread(rows, folder, rng, is_end):
+    """Append rows to the bucket files: at random (shuffle), or by their number of sentence ends (curriculum)."""
+    if order == "shuffle":
+        bucket = rng.integers(BUCKETS, size=len(rows))
+    else:
+        bucket = BUCKETS - 1 - np.minimum(is_end[rows].sum(axis=1), BUCKETS - 1)
+    rows = rows[np.argsort(bucket, kind="stable")]
+    start = 0
+    for b, n in enumerate(np.bincount(bucket, minlength=BUCKETS)):
+        if n:
+            with open(folder / f"bucket-{b:03}", "ab") as f:
+                rows[start : start + n].tofile(f)
+        start += n
+
+
+def gather(folder, rng):
+    """Join the bucket files into train.bin, each shuffled in memory, which together is a uniform shuffle."""
+    with open(folder / "train.bin", "wb") as out:
+        for path in sorted(folder.glob("bucket-*")):
+            if order == "shuffle":
+                rows = np.fromfile(path, dtype=np.uint16).reshape(-1, seq_len)
+                rows[rng.permutation(len(rows))].tofile(out)
+            else:
+                with open(path, "rb") as part:
+                    shutil.copyfileobj(part, out, 1 << 24)
+            path.unlink()
+
+
+def write_rows(tokenizer, paths, total_bytes, folder, errors):
+    """Read, tokenize, choose, pack and order all documents; the counts that go into meta.json."""
+    from tqdm import tqdm
+
+    entries = [tokenizer.encoding.decode_single_token_bytes(i) for i in range(tokenizer.vocab_size)]
+    is_end = np.array([i > MASK and any(c in b".!?" for c in e) for i, e in enumerate(entries)])
+    count = dict.fromkeys(("read", "held_out", "held_out_copies", "duplicates", "filtered", "empty", "kept"), 0)
+    count |= dict.fromkeys(("tokens", "characters", "val_tokens", "val_characters", "characters_read"), 0)
+    rng = np.random.default_rng(0)
+    held_out, seen, val, train, pending = set(), SeenHashes(), [], [], 0
+    bar = tqdm(total=total_bytes or None, unit="B", unit_scale=True, desc="tokenizing", disable=None)
+    for batch in encode_all(documents(paths, errors), tokenizer, threads or os.cpu_count()):
+        if max_docs:
+            batch = batch[: max_docs - count["read"]]
+        fresh = seen.add(np.array([h for h, _, _ in batch], dtype=np.uint64)) if dedup else [True] * len(batch)
+        for (h, characters, ids), new in zip(batch, fresh, strict=True):
+            count["read"] += 1
+            count["characters_read"] += characters
+            if len(ids) < 2:
+                count["empty"] += 1
+            elif h in held_out:  # a copy in train.bin would make the held-out loss a lie
+                count["held_out_copies"] += 1
+            elif is_candidate(h) and count["val_tokens"] + len(ids) <= val_tokens:
+                held_out.add(h)
+                val.append(ids)
+                count["held_out"] += 1
+                count["val_tokens"] += len(ids)
+                count["val_characters"] += characters
+            elif not new:
+                count["duplicates"] += 1
+            elif filter_ratio and len(ids) - 1 >= filter_ratio * characters:
+                count["filtered"] += 1
+            elif not max_tokens or count["tokens"] < max_tokens:
+                train.append(ids)
+                pending += len(ids)
+                count["kept"] += 1
+                count["tokens"] += len(ids)
+                count["characters"] += characters
+        if pending >= 1 << 23:
+            rows, rest = pack(np.concatenate(train), seq_len)
+            spread(rows, folder, rng, is_end)
+            train, pending = [rest], len(rest)
+        bar.set_postfix_str(f"{count['tokens'] / 1e6:.1f}M tokens", refresh=False)
+        bar.update(sum(characters for _, characters, _ in batch))
+        if (max_docs and count["read"] >= max_docs) or (max_tokens and count["tokens"] >= max_tokens):
+            break
+    bar.close()
+    if not count["read"]:
+        sys.exit(f"no document in source={source}" + "".join(f"\n  {p}: {why}" for p, why in errors.items()))
+    rows, rest = pack(np.concatenate([*train, np.zeros(0, np.uint16)]), seq_len)
+    spread(rows, folder, rng, is_end)
+    gather(folder, rng)
+    val_rows, _ = pack(np.concatenate([*val, np.zeros(0, np.uint16)]), seq_len)
+    rng_val = np.random.default_rng(0)  # its own, so that val.bin depends on nothing but the held-out documents
+    val_rows[rng_val.permutation(len(val_rows))].tofile(folder / "val.bin")
+    count["rows"] = (folder / "train.bin").stat().st_size // (2 * seq_len)
+    count["val_rows"] = len(val_rows)
+    count["left_over"] = len(rest)
+    if not count["rows"]:
+        sys.exit(f"{count['tokens']} tokens are left to train on, fewer than one row of {seq_len}: give more text, "
+                 f"or type --seq_len=32 --filter_ratio=0")  # fmt: skip
+    if not count["val_rows"]:
+        more = min(0.5, 10 * val_share)
+        sys.exit(f"less than a row of text fell into the held-out {val_share:.1%}: type --val_share={more:g}")
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The story.
+
+
+def settings_of(files):
+    """All that the result depends on: two data sets with equal settings are equal."""
+    names = ("source", "source_config", "text_column", "max_docs", "max_tokens", "normalisation", "vocab_size",
+             "vocab_sample_mb", "seq_len", "filter_ratio", "dedup", "order", "val_share", "val_tokens")  # fmt: skip
+    return {name: globals()[name] for name in names} | {"files": [[f, os.path.getsize(f)] for f in files]}
+
+
+def sha256(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def claim(goal, wanted):
+    """Make goal.partial for this run, or exit: goal is finished already, or holds what this script did not write."""
+    meta = goal / "meta.json"
+    if meta.exists():
+        try:
+            have = json.loads(meta.read_text())["settings"]
+        except (ValueError, LookupError, TypeError):
+            sys.exit(f"{meta} is broken: delete {goal} or choose another --data_dir")
+        if have == wanted:
+            print(f"{goal} is finished already, with these very settings: nothing to do")
+            sys.exit(0)
+        other = ", ".join(f"{k} {have.get(k)!r:.40} -> {v!r:.40}" for k, v in wanted.items() if have.get(k) != v)
+        sys.exit(f"{goal} holds a data set with other settings ({other}): delete it or choose another --data_dir")
+    if goal.exists() and (not goal.is_dir() or any(goal.iterdir())):
+        sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
+    partial = goal.with_name(goal.name + ".partial")
+    if partial.exists():
+        left = list(partial.iterdir())
+        if not all(any(p.match(name) for name in OURS) for p in left):
+            sys.exit(f"{partial} holds files that prepare.py did not write: move them away first")
+        print(f"removing {partial}, the leftover of a run that did not finish")
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def raw_size(path):
+    """Bytes of text in a local file, about: the trailer of a gzip says it (modulo 4 GiB), others count as they are."""
+    size = os.path.getsize(path)
+    if not path.endswith(".gz") or size < 18:
+        return size
+    with open(path, "rb") as f:
+        f.seek(-4, os.SEEK_END)
+        return int.from_bytes(f.read(4), "little")
+
+
+def estimate(texts, tokenizer, total_bytes, folder):
+    """Say, from timing a few MB of texts, how much disk and time the whole will take."""
+    start = time.perf_counter()
+    n = sum(len(ids) for batch in encode_all([texts], tokenizer, 1) for _, _, ids in batch)
+    size = sum(map(len, texts))
+    tokens = max_tokens or total_bytes * n / size
+    if not tokens:
+        return print(f"{size / n:.2f} characters per token; how long the Hub data set is, nobody has said")
+    seconds = tokens / n * (time.perf_counter() - start) / (threads or os.cpu_count())
+    free = shutil.disk_usage(folder).free
+    megabytes = tokens * 2 / 1e6
+    print(f"about {tokens / 1e6:,.1f}M tokens: {megabytes:,.0f} MB of disk, twice that for a moment; {seconds:,.0f} s")
+    if free < 2e6 * megabytes:
+        print(f"WARNING: only {free / 1e6:,.0f} MB are free there")
+
+
+def main():
+    start = time.perf_counter()
+    require(globals(), {
+        "vocab_size": (261, 65536), "vocab_sample_mb": (1, 4000), "seq_len": (8, 65536), "filter_ratio": (0, 10),
+        "val_share": (1e-9, 0.5), "val_tokens": (seq_len, 10**8), "threads": (0, 4096), "max_docs": (0, 2**62),
+        "max_tokens": (0, 2**62), "normalisation": ("ascii", "plain"), "order": ("shuffle", "curriculum"),
+    })  # fmt: skip
+    files = source_files(source)
+    goal = Path(data_dir)
+    settings = settings_of(files)
+    partial = claim(goal, settings)
+    paths, errors = files or [""], {}
+
+    print(f"training a vocabulary of {vocab_size} entries on up to {vocab_sample_mb} MB of {source}", flush=True)
+    first = []  # a few MB, for the estimate
+
+    def sample():
+        for batch in documents(paths, {}, limit=vocab_sample_mb * 10**6 // len(paths)):
+            if sum(map(len, first)) < 2e6:
+                first.extend(batch)
+            yield from (text for text in batch if not is_candidate(text_hash(text)))
+
+    train_tokenizer(sample(), vocab_size, normalisation, partial)
+    tokenizer = Tokenizer(partial / "tokenizer.json")
+    vocab_seconds = time.perf_counter() - start
+    total_bytes = sum(map(raw_size, files))
+    estimate(first, tokenizer, total_bytes, partial)
+    count = write_rows(tokenizer, paths, total_bytes, partial, errors)
+
+    names = ("tokenizer.json", "train.bin", "val.bin")
+    meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16", "settings": settings, "counts": count}
+    meta |= {"errors": errors, "sha256": {n: sha256(partial / n) for n in names}}
+    (partial / "meta.json").write_text(json.dumps(meta, indent=2))
+    for path in partial.iterdir():
+        with open(path, "rb") as f:
+            os.fsync(f.fileno())
+    if goal.exists():
+        goal.rmdir()  # empty, as claim() saw: Windows renames onto nothing else
+    os.rename(partial, goal)
+    report(count, errors, goal, vocab_seconds, time.perf_counter() - start)
+
+
+def report(count, errors, goal, vocab_seconds, seconds):
+    """The summary: what was read, what was kept and why not, what came out, how fast."""
+    rate = count["characters_read"] / 1e6 / (seconds - vocab_seconds)
+    share = count["kept"] / max(1, count["kept"] + count["filtered"])
+    why_dropped = ("filtered", "duplicates", "empty", "held_out_copies")
+    dropped = ", ".join(f"{count[k]} {k.replace('_', ' ')}" for k in why_dropped)
+    print(f"documents   {count['read']} read, {count['kept']} kept, {count['held_out']} held out; dropped: {dropped}")
+    print(f"tokens      {count['tokens']:,}, {count['characters'] / count['tokens']:.2f} characters each")
+    print(f"rows        {count['rows']:,} to train on, {count['val_rows']:,} held out, of {seq_len} tokens")
+    print(f"time        {vocab_seconds:.1f} s for the vocabulary, {seconds - vocab_seconds:.1f} s at {rate:.1f} MB/s")
+    print(f"written     {goal}: {sum(p.stat().st_size for p in goal.iterdir()) / 1e6:.1f} MB")
+    if share < 0.8:
+        print(f"WARNING: the filter kept only {share:.0%} of the documents: it is meant for a vocabulary of 32768 and "
+              f"English; --filter_ratio=0 turns it off")  # fmt: skip
+    for path, why in errors.items():
+        print(f"WARNING: {path} could not be read to its end: {why}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OSError as e:
+        sys.exit(f"{e.filename or data_dir}: {e.strerror}: nothing finished was written; mend this and run again")
+    except KeyboardInterrupt:
+        sys.exit("stopped: nothing finished was written; run again to start over")

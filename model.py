@@ -1,0 +1,356 @@
+"""The whole model: embeddings, transformer blocks, masked-language-model head, classifier head, save and load.
+
+    python -c "import model; print(model.MaskedLM(model.ModelConfig()))"
+    python -c "import model; print(model.load('out/tiny').config)"
+    python -c "from transformers import AutoModelForMaskedLM as M; print(M.from_pretrained('out/tiny'))"
+
+The default is the paper's size (arXiv 2212.14034: 16 layers, 768 wide) in the form that is natively a ModernBERT
+(arXiv 2412.13663), module names included, so that a saved folder loads in transformers with no code of ours. Every
+switch of ModelConfig is a line or two below; together they also make the paper's crammed BERT and the original BERT.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class ModelConfig:
+    """Sizes and switches of the model; train.py has a global of the same name for each."""
+
+    vocab_size: int = 32768
+    max_seq_len: int = 512
+    n_layer: int = 16
+    n_head: int = 12
+    n_embd: int = 768
+    n_inner: int = 1536
+    activation: str = "geglu"
+    position: str = "rope"
+    post_norm: bool = False
+    embedding_norm: bool = True
+    first_attn_norm: bool = False
+    final_norm: bool = True
+    head_transform: bool = True
+    linear_bias: bool = False
+    norm_bias: bool = False
+    decoder_bias: bool = True
+    token_types: int = 0
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    zero_init: bool = True
+
+    def __post_init__(self):
+        """Raise ValueError, naming the field and a value that works, for sizes that cannot be built."""
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}")
+        for name in ("vocab_size", "max_seq_len", "n_layer", "n_head", "n_embd", "n_inner"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.n_embd % (2 * self.n_head):
+            near = max(1, round(self.n_embd / (2 * self.n_head))) * 2 * self.n_head
+            raise ValueError(f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}: try {near}")
+        if not (0 <= self.dropout < 1 and self.norm_eps > 0 and self.token_types >= 0):
+            raise ValueError("dropout must lie in [0, 1), norm_eps above 0, and token_types be 0 (no table) or more")
+
+
+CHOICES = {"activation": ("geglu", "relu2", "gelu"), "position": ("rope", "sinusoidal", "learned")}
+ROPE_THETA = 10000.0
+
+
+def layer_norm(config):
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.norm_bias)
+
+
+class Embeddings(nn.Module):
+    """Tokens (B, T) to vectors (B, T, C); absolute positions and token types are added where the config has them."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.n_embd)
+        self.position = config.position
+        if config.position == "learned":
+            self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
+        elif config.position == "sinusoidal":  # the paper's: a fixed table times one learnt scale (section 4.2)
+            self.position_scale = nn.Parameter(torch.tensor(config.n_embd**-0.5))
+            angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
+            table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)  # sin on even, cos on odd channels
+            self.register_buffer("position_table", table, persistent=False)
+        if config.token_types:
+            self.type_embeddings = nn.Embedding(config.token_types, config.n_embd)
+        self.norm = layer_norm(config) if config.embedding_norm else nn.Identity()
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, ids, token_types=None):
+        x = self.tok_embeddings(ids)
+        if self.position == "learned":
+            x = x + self.position_embeddings.weight[: ids.shape[1]]
+        elif self.position == "sinusoidal":
+            x = x + self.position_scale * self.position_table[: ids.shape[1]]
+        if hasattr(self, "type_embeddings"):
+            x = x + self.type_embeddings(torch.zeros_like(ids) if token_types is None else token_types)
+        return self.drop(self.norm(x))
+
+
+def position_angles(length, width):
+    """Angles (length, width / 2) of position t in channel pair i: t · theta^(−2i / width) (arXiv 1706.03762, 3.5)."""
+    frequency = ROPE_THETA ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+    return torch.outer(torch.arange(length, dtype=torch.float32), frequency)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding (arXiv 2104.09864) of x (B, H, T, D) in the rotate-half layout; cos, sin (T, D)."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Bidirectional multi-head attention. q, k and v are matrices of their own: Muon treats each by itself."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_head, self.dropout = config.n_head, config.dropout
+        for name in ("Wq", "Wk", "Wv", "Wo"):
+            setattr(self, name, nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias))
+
+    def forward(self, x, rope, mask):
+        B, T, C = x.shape
+        heads = (B, T, self.n_head, C // self.n_head)
+        q, k, v = (W(x).view(heads).transpose(1, 2) for W in (self.Wq, self.Wk, self.Wv))  # (B, H, T, D)
+        if rope is not None:
+            cos, sin = (table[:T].to(q.dtype) for table in rope)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
+        return self.Wo(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """geglu: Wo(gelu(a) · g) with a, g the halves of Wi x (arXiv 2002.05202); relu2: Wo(relu(Wi x)²) (2109.08668)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.activation = config.activation
+        width = config.n_inner * (2 if config.activation == "geglu" else 1)
+        self.Wi = nn.Linear(config.n_embd, width, bias=config.linear_bias)
+        self.Wo = nn.Linear(config.n_inner, config.n_embd, bias=config.linear_bias)
+
+    def forward(self, x):
+        x = self.Wi(x)
+        if self.activation == "geglu":
+            a, g = x.chunk(2, dim=-1)
+            x = F.gelu(a) * g
+        elif self.activation == "relu2":
+            x = F.relu(x).square()
+        else:
+            x = F.gelu(x)
+        return self.Wo(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config, first):
+        super().__init__()
+        self.post_norm = config.post_norm
+        skip = first and not config.post_norm and not config.first_attn_norm  # the embedding norm stands in
+        self.attn_norm = nn.Identity() if skip else layer_norm(config)
+        self.attn = Attention(config)
+        self.mlp_norm = layer_norm(config)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x, rope, mask):
+        if self.post_norm:
+            x = self.attn_norm(x + self.drop(self.attn(x, rope, mask)))
+            return self.mlp_norm(x + self.drop(self.mlp(x)))
+        x = x + self.drop(self.attn(self.attn_norm(x), rope, mask))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+
+class Encoder(nn.Module):
+    """Tokens (B, T) to hidden states (B, T, C)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
+        self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
+        self.rope = config.position == "rope"
+        if self.rope:
+            angles = position_angles(config.max_seq_len, config.n_embd // config.n_head).repeat(1, 2)  # (T, D)
+            self.register_buffer("rope_cos", angles.cos(), persistent=False)
+            self.register_buffer("rope_sin", angles.sin(), persistent=False)
+
+    def forward(self, ids, attention_mask=None, token_types=None):
+        mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]  # (B, 1, 1, T)
+        x = self.embeddings(ids, token_types)
+        rope = (self.rope_cos, self.rope_sin) if self.rope else None
+        for layer in self.layers:
+            x = layer(x, rope, mask)
+        return self.final_norm(x)
+
+
+class HeadTransform(nn.Module):
+    """BERT's dense-GELU-norm before the decoder; in fine-tuning the same weights warm up the classifier."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dense = nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias)
+        self.norm = layer_norm(config)
+
+    def forward(self, x):
+        return self.norm(F.gelu(self.dense(x)))
+
+
+class MaskedLM(nn.Module):
+    """The masked language model. Its decoder is tied to the token embeddings and sees only the positions asked for."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = Encoder(config)
+        self.head = HeadTransform(config) if config.head_transform else nn.Identity()
+        self.decoder = nn.Linear(config.n_embd, config.vocab_size, bias=config.decoder_bias)
+        self.decoder.weight = self.model.embeddings.tok_embeddings.weight
+        self.apply(init_weights)
+        if config.zero_init:  # every block starts as the identity (arXiv 1901.09321 and later)
+            for layer in self.model.layers:
+                nn.init.zeros_(layer.attn.Wo.weight)
+                nn.init.zeros_(layer.mlp.Wo.weight)
+
+    def forward(self, ids, positions=None, attention_mask=None, token_types=None):
+        """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); at all T positions where none are given."""
+        x = self.model(ids, attention_mask, token_types)  # (B, T, C)
+        if positions is not None:
+            B, T, C = x.shape
+            rows = torch.arange(B, device=ids.device)[:, None] * T  # a flat gather: one static index_select
+            x = x.reshape(B * T, C).index_select(0, (rows + positions).flatten()).view(B, -1, C)
+        return self.decoder(self.head(x))
+
+    def flops_per_token(self, seq_len, predicted):
+        """FLOPs per token of forward and backward on rows of T = seq_len tokens, `predicted` of them decoded.
+
+        6 · (W + H · predicted / T) + 12 · L · T · C, with W matrix weights in the blocks and H in head and decoder
+        (arXiv 2001.08361, section 2.1; attention is not causal here). Norms, biases and optimiser are not counted.
+        """
+        W = sum(p.numel() for p in self.model.layers.parameters() if p.ndim == 2)
+        H = self.decoder.weight.numel() + sum(p.numel() for p in self.head.parameters() if p.ndim == 2)
+        return 6 * (W + H * predicted / seq_len) + 12 * self.config.n_layer * seq_len * self.config.n_embd
+
+
+class Classifier(nn.Module):
+    """Logits from the [CLS] row: the MLM head's transform (dense-tanh where it has none), dropout, linear."""
+
+    def __init__(self, masked_lm, n_labels, dropout=0.1):
+        super().__init__()
+        config = masked_lm.config
+        self.model = masked_lm.model
+        pooler = nn.Sequential(nn.Linear(config.n_embd, config.n_embd), nn.Tanh())
+        self.head = masked_lm.head if config.head_transform else pooler.apply(init_weights)
+        self.drop = nn.Dropout(dropout)
+        self.classifier = nn.Linear(config.n_embd, n_labels).apply(init_weights)
+
+    def forward(self, ids, attention_mask=None, token_types=None):
+        """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS]; attention_mask is 1 at real tokens."""
+        x = self.model(ids, attention_mask, token_types)[:, 0]  # (B, C)
+        return self.classifier(self.drop(self.head(x)))
+
+
+def init_weights(module):
+    """N(0, 0.02) for every matrix and table, zero biases (arXiv 1810.04805; the paper's code too)."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def not_native(config):
+    """Why a model of this config is no ModernBERT, in a few words; '' where it is one."""
+    works = {"position": ["rope"], "post_norm": [False], "embedding_norm": [True], "first_attn_norm": [False],
+             "final_norm": [True], "head_transform": [True], "token_types": [0], "activation": ["geglu", "relu2"]}
+    return ", ".join(f"{k}={getattr(config, k)}" for k, v in works.items() if getattr(config, k) not in v)
+
+
+def folder_config(config):
+    """The dict of config.json: ModernBERT's own keys where the model is one, and ours under "nanocram" always."""
+    ours = {"nanocram": asdict(config)}
+    if not_native(config):
+        return {"model_type": "nanocram", **ours}
+    relu2 = config.activation == "relu2"  # relu(a) · g with a = g = Wi x is relu², exactly: Wi is stored twice
+    return {
+        "architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert", "dtype": "float32",
+        "vocab_size": config.vocab_size, "hidden_size": config.n_embd, "intermediate_size": config.n_inner,
+        "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head,
+        "max_position_embeddings": config.max_seq_len, "hidden_activation": "relu" if relu2 else "gelu",
+        "norm_eps": config.norm_eps, "norm_bias": config.norm_bias, "attention_bias": config.linear_bias,
+        "mlp_bias": config.linear_bias, "classifier_bias": config.linear_bias, "decoder_bias": config.decoder_bias,
+        "classifier_activation": "gelu", "classifier_pooling": "cls", "tie_word_embeddings": True,
+        "global_attn_every_n_layers": 1, "global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA,
+        "pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2, **ours,
+    }  # fmt: skip
+
+
+def to_folder_keys(state, config):
+    """Our state dict under the names and shapes of the model folder: q, k, v as one matrix, the tied decoder once."""
+    state = {k: v for k, v in state.items() if k != "decoder.weight"}
+    if not_native(config):
+        return state
+    for key in [k for k in state if ".attn.Wq." in k]:
+        parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
+        state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
+    if config.activation == "relu2":
+        state |= {k: torch.cat((v, v)) for k, v in state.items() if ".mlp.Wi." in k}
+    return state
+
+
+def from_folder_keys(state, config):
+    """The inverse of to_folder_keys."""
+    state = dict(state)
+    for key in [k for k in state if ".attn.Wqkv." in k]:
+        for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
+            state[key.replace("Wqkv", name)] = part
+    if config.activation == "relu2" and not not_native(config):
+        state |= {k: v.chunk(2)[0] for k, v in state.items() if ".mlp.Wi." in k}
+    return state | {"decoder.weight": state["model.embeddings.tok_embeddings.weight"]}
+
+
+def save(model, folder):
+    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, each beside its goal and renamed."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = to_folder_keys(model.state_dict(), model.config)
+    state = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
+    write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
+    write_beside(folder / "model.safetensors", lambda p: save_file(state, p, metadata={"format": "pt"}))
+
+
+def write_beside(path, write):
+    """Call write(temporary path), bring the bytes to the disk, then rename: readers see the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    with open(temporary, "rb") as f:
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def load(folder, device="cpu"):
+    """The MaskedLM saved in folder, in evaluation mode. Raises ValueError with what is wrong and what to type."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    try:
+        config = ModelConfig(**json.loads((folder / "config.json").read_text())["nanocram"])
+        model = MaskedLM(config)
+        model.load_state_dict(from_folder_keys(load_file(folder / "model.safetensors"), config))
+    except FileNotFoundError as e:
+        raise ValueError(f"{e.filename or folder} not found: name the out_dir of a train.py run") from None
+    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as e:
+        raise ValueError(f"{folder} is not a model folder of this version: {str(e).splitlines()[0]}") from None
+    return model.to(device).eval()
+

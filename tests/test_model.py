@@ -1,0 +1,195 @@
+import math
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import Classifier, MaskedLM, ModelConfig, load, not_native, save
+
+SMALL = dict(vocab_size=90, max_seq_len=40, n_layer=3, n_head=2, n_embd=32, n_inner=24)
+CRAMMED = dict(max_seq_len=128, position="sinusoidal", first_attn_norm=True, head_transform=False, norm_bias=True,
+               decoder_bias=False, norm_eps=1e-12)  # fmt: skip
+BERT = dict(n_layer=12, n_inner=3072, activation="gelu", position="learned", post_norm=True, final_norm=False,
+            linear_bias=True, norm_bias=True, token_types=2, norm_eps=1e-12)  # fmt: skip
+
+
+def random_model(**switches):
+    """A small model whose every parameter is random, so that none can be left out unnoticed."""
+    torch.manual_seed(0)
+    model = MaskedLM(ModelConfig(**(SMALL | switches))).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def batch(padded=True):
+    torch.manual_seed(1)
+    ids, mask = torch.randint(4, 90, (3, 17)), torch.ones(3, 17, dtype=torch.long)
+    if padded:
+        mask[1, 12:] = 0
+        mask[2, 5:] = 0
+    return ids, mask
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_parameter_counts_of_the_literature():
+    assert count(MaskedLM(ModelConfig(**CRAMMED))) == 119_589_889  # the paper's code
+    assert count(MaskedLM(ModelConfig(**BERT))) == 111_241_472  # BERT-base with a vocabulary of 32,768
+
+
+def test_flops_of_the_literature():
+    with torch.device("meta"):
+        crammed = MaskedLM(ModelConfig(**CRAMMED))
+    assert crammed.flops_per_token(128, 32) / 1e6 == pytest.approx(622.9, abs=0.05)
+    assert crammed.flops_per_token(128, 128) / 1e6 == pytest.approx(736.1, abs=0.05)
+
+
+def test_flops_agree_with_torchs_own_counter():
+    model = random_model()
+    ids, positions = torch.randint(0, 90, (4, 32)), torch.randint(0, 32, (4, 8))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it cannot count flash on the CPU
+        model(ids, positions).sum().backward()
+    assert counter.get_total_flops() == model.flops_per_token(32, 8) * ids.numel()
+
+
+@pytest.mark.parametrize("switches", [{}, {"activation": "relu2"}, {"linear_bias": True, "norm_bias": True},
+                                      {"decoder_bias": False, "norm_eps": 1e-3}])  # fmt: skip
+def test_the_folder_is_a_modernbert(tmp_path, switches):
+    model = random_model(**switches)
+    save(model, tmp_path)
+    theirs, info = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(theirs).__name__ == "ModernBertForMaskedLM"
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    ids, mask = batch()
+    with torch.no_grad():
+        ours, theirs = model(ids, attention_mask=mask), theirs(ids, attention_mask=mask).logits
+    assert (ours - theirs)[mask.bool()].abs().max() < 1e-5 * ours.abs().max()
+
+
+def test_the_classifier_is_modernberts(tmp_path):
+    model = random_model()
+    save(model, tmp_path)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3).eval()
+    ours = Classifier(model, 3).eval()
+    ours.classifier.load_state_dict(theirs.classifier.state_dict())
+    ids, mask = batch()
+    with torch.no_grad():
+        assert torch.allclose(ours(ids, mask), theirs(ids, attention_mask=mask).logits, atol=1e-5)
+
+
+def test_the_original_bert_equals_transformers_bert():
+    model = random_model(**(BERT | {"n_layer": 3, "n_inner": 24}))
+    config = transformers.BertConfig(vocab_size=90, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
+                                     intermediate_size=24, max_position_embeddings=40, type_vocab_size=2)  # fmt: skip
+    theirs = transformers.BertForMaskedLM(config).eval()
+    e, names = "bert.embeddings.", {}
+    for ours, bert in (("tok_embeddings", "word_embeddings"), ("position_embeddings",) * 2,
+                       ("type_embeddings", "token_type_embeddings"), ("norm", "LayerNorm")):  # fmt: skip
+        names[f"model.embeddings.{ours}"] = e + bert
+    for i in range(3):
+        for ours, bert in (("attn.Wq", "attention.self.query"), ("attn.Wk", "attention.self.key"),
+                           ("attn.Wv", "attention.self.value"), ("attn.Wo", "attention.output.dense"),
+                           ("attn_norm", "attention.output.LayerNorm"), ("mlp.Wi", "intermediate.dense"),
+                           ("mlp.Wo", "output.dense"), ("mlp_norm", "output.LayerNorm")):  # fmt: skip
+            names[f"model.layers.{i}.{ours}"] = f"bert.encoder.layer.{i}.{bert}"
+    names |= {"head.dense": "cls.predictions.transform.dense", "head.norm": "cls.predictions.transform.LayerNorm"}
+    names |= {"decoder": "cls.predictions.decoder"}
+    state = {names[k.rpartition(".")[0]] + "." + k.rpartition(".")[2]: v for k, v in model.state_dict().items()}
+    state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"]
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected and all("position_ids" in m or "token_type_ids" in m for m in missing)
+    ids, mask = batch()
+    types = (torch.arange(17) > 8).long().expand(3, -1)
+    with torch.no_grad():
+        ours = model(ids, attention_mask=mask, token_types=types)
+        bert = theirs(ids, attention_mask=mask, token_type_ids=types).logits
+        assert (ours - bert)[mask.bool()].abs().max() < 1e-4
+        assert torch.allclose(model(ids), theirs(ids).logits, atol=1e-4)
+
+
+def test_the_papers_positions():
+    model = random_model(**CRAMMED | {"max_seq_len": 40})
+    embeddings = model.model.embeddings
+    for t, i in ((0, 0), (3, 0), (3, 1), (7, 30), (39, 31)):
+        angle = t / 10000 ** (2 * (i // 2) / 32)
+        assert embeddings.position_table[t, i].item() == pytest.approx(
+            math.sin(angle) if i % 2 == 0 else math.cos(angle), abs=1e-5
+        )
+    fresh = MaskedLM(ModelConfig(**(SMALL | CRAMMED | {"max_seq_len": 40})))
+    assert fresh.model.embeddings.position_scale.item() == pytest.approx(32**-0.5)
+
+
+@pytest.mark.parametrize("switches", [{}, CRAMMED | {"max_seq_len": 40}, BERT | {"n_layer": 2, "n_inner": 24}])
+def test_only_the_chosen_positions_are_decoded_and_padding_changes_nothing(switches):
+    model = random_model(**switches)
+    ids, mask = batch()
+    positions = torch.tensor([[0, 3, 16], [11, 1, 1], [4, 2, 0]])
+    with torch.no_grad():
+        everywhere = model(ids, attention_mask=mask)
+        chosen = model(ids, positions, attention_mask=mask)
+        assert chosen.shape == (3, 3, 90)
+        assert torch.allclose(chosen, everywhere.gather(1, positions[..., None].expand(-1, -1, 90)), atol=1e-5)
+        assert torch.allclose(model(ids[2:, :5]), everywhere[2:, :5], atol=1e-4)
+
+
+def test_zero_init_makes_every_block_the_identity():
+    torch.manual_seed(0)
+    model = MaskedLM(ModelConfig(**SMALL)).eval()
+    ids, _ = batch()
+    x = model.model.embeddings(ids)
+    assert torch.equal(model.model.layers[1](x, (model.model.rope_cos, model.model.rope_sin), None), x)
+
+
+def configs():
+    return st.builds(
+        ModelConfig, vocab_size=st.integers(8, 60), max_seq_len=st.just(20), n_layer=st.integers(1, 3),
+        n_head=st.sampled_from([1, 2]), n_embd=st.sampled_from([8, 16]), n_inner=st.integers(1, 20),
+        activation=st.sampled_from(["geglu", "relu2", "gelu"]),
+        position=st.sampled_from(["rope", "sinusoidal", "learned"]), token_types=st.sampled_from([0, 2]),
+        **{k: st.booleans() for k in ("post_norm", "embedding_norm", "first_attn_norm", "final_norm", "head_transform",
+                                      "linear_bias", "norm_bias", "decoder_bias", "zero_init")},
+    )  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(configs())
+def test_save_and_load_any_architecture(tmp_path_factory, config):
+    folder = tmp_path_factory.mktemp("model")
+    model = MaskedLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    save(model, folder)
+    again = load(folder)
+    assert again.config == config
+    ids = torch.randint(0, config.vocab_size, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(model(ids), again(ids))
+    assert again.decoder.weight is again.model.embeddings.tok_embeddings.weight
+
+
+def test_what_is_native_is_said():
+    assert not_native(ModelConfig()) == ""
+    assert not_native(ModelConfig(**CRAMMED)) == "position=sinusoidal, first_attn_norm=True, head_transform=False"
+
+
+def test_broken_folders_and_impossible_sizes_are_one_line(tmp_path):
+    with pytest.raises(ValueError, match="not found: name the out_dir"):
+        load(tmp_path)
+    save(random_model(), tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="is not a model folder"):
+        load(tmp_path)
+    for wrong, hint in (({"n_head": 3}, "try 30"), ({"activation": "swish"}, "choose one of geglu"),
+                        ({"n_layer": 0}, "at least 1"), ({"dropout": 1.0}, "dropout"), ({"position": ""}, "rope")):
+        with pytest.raises(ValueError, match=hint):
+            ModelConfig(**(SMALL | wrong))

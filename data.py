@@ -1,0 +1,125 @@
+"""Rows of tokens to masked batches: what train.py, bench.py and the tests read from a folder of prepare.py.
+
+    python -c "import data; print(data.load_meta('data/tiny')['counts'])"
+    python -c "import numpy as np; print(np.fromfile('data/tiny/train.bin', np.uint16).reshape(-1, 128)[:2])"
+
+A .bin file is a bare array of uint16, shape (rows, seq_len); meta.json beside it says what it is.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tokenizer import MASK, Tokenizer
+
+IGNORE = -100  # the label of a position that does not count, as in torch and transformers
+
+
+def load_meta(folder, **wanted):
+    """meta.json of folder as a dict; exits with one line if the data set is incomplete, damaged or not as wanted."""
+    path = Path(folder) / "meta.json"
+    if not path.exists():
+        sys.exit(f"{path} not found: run python prepare.py --data_dir={folder} first (or prepare.py with your recipe)")
+    try:
+        meta = json.loads(path.read_text())
+        numbers = [meta["vocab_size"], meta["seq_len"]]
+        numbers += [meta["counts"][k] for k in ("rows", "val_rows", "val_tokens", "val_characters")]
+        if not all(type(n) is int and n > 0 for n in numbers):
+            raise ValueError("sizes that cannot be")
+        sums = {name: meta["sha256"][name] for name in ("train.bin", "val.bin", "tokenizer.json")}
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        sys.exit(f"{path} is broken ({e!r:.80}): delete {folder} and run prepare.py again")
+    for name, value in wanted.items():
+        if meta[name] != value:
+            sys.exit(f"{folder} has {name}={meta[name]}, this run {value}: type --{name}={meta[name]}, or prepare anew")
+    for name in ("val.bin", "tokenizer.json"):  # small; train.bin is checked by its size, at every read
+        file = Path(folder) / name
+        if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sums[name]:
+            sys.exit(f"{file} is missing or not the one meta.json describes: delete {folder} and run prepare.py again")
+    return meta
+
+
+def load_tokenizer(folder, meta):
+    """The Tokenizer of folder; exits with one line if it does not fit the rows."""
+    try:
+        tokenizer = Tokenizer(Path(folder) / "tokenizer.json")
+    except ValueError as e:
+        sys.exit(str(e))
+    have, wanted = tokenizer.vocab_size, meta["vocab_size"]
+    if have != wanted:
+        sys.exit(f"{folder}/tokenizer.json has {have} entries where meta.json says {wanted}: prepare the data anew")
+    return tokenizer
+
+
+class Rows:
+    """A .bin file as an endless stream of rows, the same order every epoch.
+
+    Read by position, not by memory map: a file that shrinks under a run is then one clear line, not a crash.
+    """
+
+    def __init__(self, path, count, seq_len, vocab_size):
+        self.path, self.count, self.seq_len, self.vocab_size = Path(path), count, seq_len, vocab_size
+        self.read(0, 1)
+
+    def read(self, start, n):
+        """Rows start … start + n − 1, wrapping at the end, as an int64 tensor (n, seq_len)."""
+        wanted = self.count * self.seq_len * 2
+        size = os.path.getsize(self.path) if self.path.exists() else 0
+        if size != wanted:
+            sys.exit(f"{self.path} has {size} bytes where meta.json says {wanted}: delete its folder and prepare anew")
+        parts = []
+        while n:
+            start %= self.count
+            take = min(n, self.count - start)
+            parts.append(np.fromfile(self.path, np.uint16, take * self.seq_len, offset=start * self.seq_len * 2))
+            start, n = start + take, n - take
+        tokens = np.concatenate(parts)
+        if tokens.size % self.seq_len or tokens.max() >= self.vocab_size:
+            sys.exit(f"{self.path} has tokens beyond the vocabulary before row {start}: delete its folder, prepare it")
+        return torch.from_numpy(tokens.astype(np.int64).reshape(-1, self.seq_len))
+
+
+def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
+    """Choose n ≤ k_max tokens to predict in each of rows (B, T), with torch's default generator of rows' device.
+
+    The positions (B, k_max) are uniform without replacement among 1 … T − 1: never [CLS], [SEP] like any other. Of the
+    first n, mask_share become [MASK] and random_share a random token; the labels (B, k_max) of the rest are IGNORE, so
+    that shapes stay while the masking rate moves. Returns (ids, positions, labels).
+    """
+    B, T = rows.shape
+    positions = torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1  # (B, K), in random order
+    tokens = rows.gather(1, positions)
+    rank = torch.arange(k_max, device=rows.device)
+    n_mask = round(n * mask_share)
+    replaced = torch.where(rank < n_mask, MASK, tokens)
+    if random_share:
+        is_random = (rank >= n_mask) & (rank < n_mask + round(n * random_share))
+        replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
+    return rows.scatter(1, positions, replaced), positions, tokens.masked_fill(rank >= n, IGNORE)
+
+
+def held_out(rows, batch):
+    """{rate: [(ids, positions, labels), …]} of held-out rows (N, T) with 15 % and 25 % of their tokens [MASK].
+
+    The masks depend on nothing but N and T, so losses compare between runs of any recipe. Both rates share positions
+    and shapes, so one static graph serves both. The last batch is filled up with rows without labels.
+    """
+    N, T = rows.shape
+    k = round(0.25 * T)
+    positions = torch.rand(N, T - 1, generator=torch.Generator().manual_seed(0)).topk(k).indices + 1
+    tokens = rows.gather(1, positions)
+    batch = min(batch, N)
+    fill = torch.arange(N + -N % batch) % N  # row numbers, a few repeated at the end
+    sets = {}
+    for rate in (15, 25):
+        spare = torch.arange(k) >= round(rate * T / 100)
+        ids = rows.scatter(1, positions, torch.where(spare, tokens, MASK))
+        labels = tokens.masked_fill(spare, IGNORE)[fill]
+        labels[N:] = IGNORE
+        sets[rate] = list(zip(ids[fill].split(batch), positions[fill].split(batch), labels.split(batch), strict=True))
+    return sets

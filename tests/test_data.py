@@ -1,0 +1,135 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import IGNORE, Rows, draw_masks, held_out, load_meta
+from tokenizer import CLS, MASK
+
+
+def some_rows(n, T, vocab=1000):
+    rows = torch.randint(4, vocab, (n, T))
+    rows[:, 0] = CLS
+    return rows
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 9), st.integers(8, 64), st.data())
+def test_masks_are_what_they_claim(B, T, data):
+    k = data.draw(st.integers(1, T - 1))
+    n = data.draw(st.integers(1, k))
+    rows = some_rows(B, T)
+    ids, positions, labels = draw_masks(rows, k, n, 1000)
+    assert positions.shape == labels.shape == (B, k)
+    assert positions.min() >= 1 and positions.max() < T
+    for b in range(B):
+        chosen = positions[b].tolist()
+        assert len(set(chosen)) == k  # without replacement
+        masked = {p for p, label in zip(chosen, labels[b].tolist(), strict=True) if label != IGNORE}
+        assert len(masked) == n
+        for t in range(T):
+            assert ids[b, t] == (MASK if t in masked else rows[b, t])
+        assert all(rows[b, p] == label for p, label in zip(chosen, labels[b], strict=True) if label != IGNORE)
+
+
+def test_masked_positions_are_uniform():
+    torch.manual_seed(0)
+    rows, T, k, n = some_rows(20000, 32), 32, 8, 5
+    ids, _, _ = draw_masks(rows, k, n, 1000)
+    hits = (ids == MASK).sum(0).double()
+    expected = 20000 * n / (T - 1)
+    assert hits[0] == 0
+    chi2 = ((hits[1:] - expected) ** 2 / expected).sum().item()
+    assert chi2 < 30 + 4 * math.sqrt(60)  # 30 degrees of freedom, four standard deviations
+
+
+def test_berts_80_10_10_and_the_papers_counts():
+    torch.manual_seed(0)
+    rows, vocab = some_rows(4000, 128), 1000
+    ids, positions, labels = draw_masks(rows, 32, 32, vocab, 0.8, 0.1)
+    seen = ids.gather(1, positions)
+    masked = (seen == MASK).sum(1).float()
+    assert masked.min() == 26 and masked.mean() < 26.1  # a random token may be [MASK]
+    kept = (seen == labels).sum(1).float()
+    assert kept.min() >= 3 and abs(kept.mean() - (3 + 3 / vocab)) < 0.05
+    random = seen[(seen != MASK) & (seen != labels)]
+    assert len(random) == pytest.approx(3 * 4000, rel=0.01)
+    assert random.float().mean() == pytest.approx(vocab / 2, rel=0.03)
+
+
+def test_masks_depend_on_the_generator_alone():
+    rows = some_rows(4, 32)
+    torch.manual_seed(7)
+    first = draw_masks(rows, 8, 8, 1000)
+    torch.manual_seed(7)
+    again = draw_masks(rows, 8, 8, 1000)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[1], draw_masks(rows, 8, 8, 1000)[1])
+
+
+@pytest.mark.parametrize("batch", [3, 5, 10, 64])
+def test_held_out_masks_do_not_depend_on_the_batch(batch):
+    rows = some_rows(10, 128)
+    reference, state = held_out(rows, 10), torch.get_rng_state()
+    sets = held_out(rows, batch)
+    assert torch.equal(state, torch.get_rng_state())
+    for rate, n in ((15, 19), (25, 32)):
+        ids, positions, labels = (torch.cat(x) for x in zip(*sets[rate], strict=True))
+        assert {len(x[0]) for x in sets[rate]} == {min(batch, 10)} and positions.shape[1] == 32
+        assert ((labels != IGNORE).sum(1)[:10] == n).all() and (labels[10:] == IGNORE).all()
+        for mine, theirs in zip((ids, positions, labels), reference[rate][0], strict=True):
+            assert torch.equal(mine[:10], theirs)
+        assert ((ids[:10] == MASK).sum(1) == n).all()
+
+
+def test_rows_wrap_and_stay_in_order(tmp_path):
+    array = np.arange(5 * 8, dtype=np.uint16).reshape(5, 8)
+    array.tofile(tmp_path / "x.bin")
+    rows = Rows(tmp_path / "x.bin", 5, 8, 40)
+    assert torch.equal(rows.read(3, 12), torch.from_numpy(array[[3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]].astype(np.int64)))
+
+
+def test_a_file_that_shrinks_or_changes_is_one_line(tmp_path):
+    path = tmp_path / "x.bin"
+    np.arange(5 * 8, dtype=np.uint16).tofile(path)
+    rows = Rows(path, 5, 8, 40)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(SystemExit, match=r"has 78 bytes where meta\.json says 80"):
+        rows.read(0, 1)
+    np.full(5 * 8, 40, dtype=np.uint16).tofile(path)
+    with pytest.raises(SystemExit, match="beyond the vocabulary"):
+        rows.read(0, 1)
+    path.unlink()
+    with pytest.raises(SystemExit, match="has 0 bytes"):
+        rows.read(0, 1)
+
+
+def copy(data_dir, tmp_path):
+    import shutil
+
+    return shutil.copytree(data_dir, tmp_path / "data")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"vocab_size": "x"}', "null"])
+def test_a_broken_meta_is_one_line(data_dir, tmp_path, content):
+    folder = copy(data_dir, tmp_path)
+    (folder / "meta.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"meta.json is broken .* run prepare.py again"):
+        load_meta(folder)
+
+
+def test_other_data_slips_are_one_line(data_dir, tmp_path):
+    with pytest.raises(SystemExit, match=r"run python prepare\.py --data_dir="):
+        load_meta(tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match="type --vocab_size=600"):
+        load_meta(data_dir, vocab_size=32768)
+    folder = copy(data_dir, tmp_path)
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("Prepend", "prepend"))
+    with pytest.raises(SystemExit, match=r"tokenizer.json is missing or not the one"):
+        load_meta(folder)
+    (folder / "val.bin").unlink()
+    with pytest.raises(SystemExit, match=r"val.bin is missing"):
+        load_meta(folder)

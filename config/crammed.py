@@ -1,0 +1,36 @@
+"""The paper's final recipe as it is: crammed BERT, 119,589,889 parameters (arXiv 2212.14034, sections 4.2 to 4.4).
+
+prepare.py has to be run with this file too: --order=curriculum is the paper's, for one.
+"""
+
+# data: the filter at 0.25 is prepare.py's default
+data_dir = "data/crammed"
+out_dir = "out/crammed"
+order = "curriculum"
+# architecture: scaled sinusoidal positions, pre-norm with biases in the norms alone, no head transform, no decoder bias
+position = "sinusoidal"
+max_seq_len = 128
+first_attn_norm = True
+head_transform = False
+norm_bias = True
+decoder_bias = False
+norm_eps = 1e-12
+zero_init = False
+# optimiser: AdamW, the triangle up to three quarters of the budget, clipping at 0.5
+optimizer = "adamw"
+lr = 0.001
+beta2 = 0.98
+adam_eps = 1e-12
+weight_decay = 0.01
+grad_clip = 0.5
+schedule = "triangle"
+# batch: from one micro-batch to 8192 rows at 60 % of the budget
+micro_batch = 128
+batch_size = 8192
+batch_start = 128
+batch_ramp = 0.6
+# objective: 32 tokens of each row, of which 26 become [MASK], 3 a random token and 3 stay
+mask_rate = 0.25
+mask_rate_end = 0.25
+mask_token_share = 0.8
+random_token_share = 0.1

@@ -1,0 +1,114 @@
+"""What a run leaves behind: its folder, run.json, log.csv and loss.png.
+
+    python -c "import record; print(record.read_log('out/tiny')[-1])"       # the last logged step
+    python -c "import record; record.plot('out/tiny')"                      # draw out/tiny/loss.png anew
+"""
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from model import write_beside
+
+COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_loss_25", "val_nats_per_char",
+           "lr", "batch_size", "mask_rate", "grad_norm", "skipped")  # fmt: skip
+
+
+def open_out(folder, resume):
+    """Make the folder of a run ready: an earlier run in it is moved aside, and a folder of anything else refused."""
+    folder = Path(folder)
+    if resume:
+        if not (folder / "ckpt.pt").exists():
+            sys.exit(f"{folder}/ckpt.pt not found: name the --out_dir of a run to resume, or leave out --init=resume")
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if not (folder / "run.json").exists():
+            sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
+        aside = next(p for n in range(1, 10**6) if not (p := folder.with_name(f"{folder.name}.{n}")).exists())
+        folder.rename(aside)
+        print(f"{folder} held a run already: moved it to {aside} (--init=resume would have continued it)")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def write_run(folder, settings, device, **facts):
+    """Write run.json: every setting, versions, hardware and commit."""
+    import torch
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    hardware = {"system": platform.platform(), "device": f"{device.type}: {name}", "cores": os.cpu_count()}
+    run = {"settings": settings, **facts, **versions, **hardware, "commit": git.stdout.strip() or "unknown"}
+    write_beside(Path(folder) / "run.json", lambda path: path.write_text(json.dumps(run, indent=2)))
+
+
+def write_rows(path, rows, mode):
+    """Write dicts with keys of COLUMNS as lines of a log.csv; what a row has no value for stays empty."""
+    with open(path, mode, newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, COLUMNS)
+        if f.tell() == 0:
+            writer.writeheader()
+        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+
+
+def append_row(folder, row):
+    write_rows(Path(folder) / "log.csv", [row], "a")
+
+
+def read_log(folder):
+    """The rows of log.csv, [{column: number}], empty fields left out; a last line that was cut short is ignored."""
+    path = Path(folder) / "log.csv"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    whole = ("step", "tokens", "batch_size", "skipped")
+    return [{k: int(v) if k in whole else float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+
+
+def drop_rows_after(folder, step):
+    """Remove what log.csv says of the steps after `step`: a resumed run does them again."""
+    rows = [row for row in read_log(folder) if row["step"] <= step]
+    write_beside(Path(folder) / "log.csv", lambda path: write_rows(path, rows, "w"))
+
+
+def plot(folder):
+    """Draw loss.png from log.csv: losses above, learning rate and batch below, against wall clock and tokens."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print("no loss.png: pip install matplotlib draws one")
+    rows = read_log(folder)
+    unit, per = ("hours", 3600) if rows[-1]["elapsed_s"] > 7200 else ("minutes", 60)
+    figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained", facecolor="white")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+
+    def line(axes, key, **style):
+        points = [(row["elapsed_s"] / per, row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), **style)
+
+    line(top, "loss", color="0.75", lw=1, label="training, at the run's masking rate")
+    line(top, "val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")
+    line(top, "val_loss_15", color="tab:blue", marker="o", ms=3, label="held out, 15 % masked")
+    top.set_ylabel("loss (nats per predicted token)")
+    top.legend(frameon=False)
+    top.grid(alpha=0.25)
+    times, tokens = [r["elapsed_s"] / per for r in rows], [r["tokens"] / 1e6 for r in rows]
+    if tokens[-1] > 0:
+        above = top.secondary_xaxis("top", functions=(lambda x: np.interp(x, times, tokens),
+                                                      lambda x: np.interp(x, tokens, times)))  # fmt: skip
+        above.set_xlabel("million tokens")
+    line(bottom, "lr", color="tab:green")
+    bottom.set_ylabel("learning rate", color="tab:green")
+    bottom.set_xlabel(f"wall clock ({unit})")
+    bottom.set_ylim(bottom=0)
+    right = bottom.twinx()
+    line(right, "batch_size", color="tab:purple")
+    right.set_ylabel("rows per step", color="tab:purple")
+    right.set_ylim(bottom=0)
+    write_beside(Path(folder) / "loss.png", lambda path: figure.savefig(path, format="png"))

@@ -1,0 +1,300 @@
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import record
+import train as module
+from model import MaskedLM, ModelConfig
+
+PROGRESS = st.floats(0, 1)
+
+
+@pytest.fixture
+def setting(monkeypatch):
+    def put(**values):
+        for name, value in values.items():
+            assert hasattr(module, name)
+            monkeypatch.setattr(module, name, value)
+
+    return put
+
+
+def test_trapezoid(setting):
+    setting(schedule="trapezoid", warmup=0.01, cooldown=0.65)
+    assert [module.lr_scale(p) for p in (0, 0.005, 0.01, 0.2, 0.35, 1)] == pytest.approx([0, 0.5, 1, 1, 1, 0])
+    assert module.lr_scale(1) == 0
+    assert module.lr_scale(0.675) == pytest.approx(0.5)
+    setting(warmup=0.0, cooldown=0.0)
+    assert module.lr_scale(0) == module.lr_scale(1) == 1
+
+
+def test_triangle_is_the_papers(setting):
+    setting(schedule="triangle")
+    assert [module.lr_scale(p) for p in (0, 0.25, 0.75, 0.875, 1)] == [0.25, 0.5, 1, 0.5, 0]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_cosine_and_linear(setting, schedule):
+    setting(schedule=schedule, warmup=0.1)
+    assert module.lr_scale(0.05) == pytest.approx(0.5)
+    assert module.lr_scale(0.1) == 1 and module.lr_scale(1) == 0
+    assert module.lr_scale(0.55) == pytest.approx(0.5)
+    quarter = {"linear": 0.75, "cosine": 0.5 + 0.5 * math.cos(math.pi / 4)}[schedule]
+    assert module.lr_scale(0.1 + 0.9 / 4) == pytest.approx(quarter)
+    setting(warmup=0.0)
+    assert module.lr_scale(0) == 1
+
+
+@given(PROGRESS, PROGRESS, st.sampled_from(["trapezoid", "triangle", "cosine", "linear"]), st.sampled_from([0, 0.01]))
+def test_rates_stay_in_range_and_fall_at_the_end(a, b, schedule, warmup):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "schedule", schedule)
+        patch.setattr(module, "warmup", warmup)
+        assert 0 <= module.lr_scale(a) <= 1 and module.lr_scale(1.0) == 0
+        low, high = sorted((0.76 + 0.24 * a, 0.76 + 0.24 * b))
+        assert module.lr_scale(low) >= module.lr_scale(high)
+
+
+@given(PROGRESS, st.sampled_from([64, 96, 128, 512]))
+def test_the_papers_batch_ramp(t, mbs):
+    with pytest.MonkeyPatch.context() as patch:
+        ramp = {"micro_batch": mbs, "batch_size": 8192 // mbs * mbs, "batch_start": mbs, "batch_ramp": 0.6}
+        for name, value in ramp.items():
+            patch.setattr(module, name, value)
+        full = module.batch_size
+        assert module.batch_rows(t) == min(mbs * (math.floor(full * t / (0.60 * mbs)) + 1), full) or t >= 0.6
+        assert module.batch_rows(0) == mbs and module.batch_rows(0.6) == module.batch_rows(1) == full
+
+
+@given(PROGRESS, PROGRESS)
+def test_ramp_never_shrinks_and_masking_never_grows(a, b):
+    a, b = sorted((a, b))
+    assert module.batch_start <= module.batch_rows(a) <= module.batch_rows(b) <= module.batch_size
+    assert module.batch_rows(a) % module.micro_batch == 0
+    assert module.mask_count(a) >= module.mask_count(b)
+    assert (module.mask_count(0), module.mask_count(1)) == (38, 19)
+
+
+def test_no_ramp(setting):
+    setting(batch_ramp=0.0)
+    assert module.batch_rows(0) == module.batch_size
+
+
+def small():
+    return MaskedLM(ModelConfig(vocab_size=90, n_layer=2, n_head=2, n_embd=16, n_inner=24, norm_bias=True))
+
+
+def test_muon_gets_the_blocks_matrices_and_nothing_else_decays_but_tables(setting):
+    setting(optimizer="muon", weight_decay=0.1, muon_weight_decay=0.2)
+    model = small()
+    adam, muon = module.build_optimizers(model, torch.device("cpu"))
+    names = {id(p): name for name, p in model.named_parameters()}
+    matrices = {names[id(p)] for g in muon.param_groups for p in g["params"]}
+    assert matrices == {f"model.layers.{i}.{m}.weight" for i in (0, 1) for m in
+                        ("attn.Wq", "attn.Wk", "attn.Wv", "attn.Wo", "mlp.Wi", "mlp.Wo")}  # fmt: skip
+    decay = {names[id(p)]: g["weight_decay"] for g in adam.param_groups for p in g["params"]}
+    assert set(decay) | matrices == set(names.values()) and not set(decay) & matrices
+    assert {k for k, w in decay.items() if w} == {"model.embeddings.tok_embeddings.weight", "head.dense.weight"}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
+def test_adam_and_adamw_hold_everything(setting, name, kind):
+    setting(optimizer=name, weight_decay=0.1)
+    model = small()
+    (only,) = module.build_optimizers(model, torch.device("cpu"))
+    assert type(only) is kind
+    assert {id(p) for g in only.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+
+
+def new_run(train, amp_dtype=torch.float32):
+    meta = module.load_meta(train.data_dir)
+    sizes = {f.name: getattr(train, f.name) for f in dataclasses.fields(ModelConfig)}
+    return module.Run(ModelConfig(**sizes), meta, torch.device("cpu"), amp_dtype)
+
+
+@pytest.mark.parametrize("rate_end", [0.3, 0.15])
+def test_accumulation_gives_the_gradient_of_one_big_batch(train, monkeypatch, rate_end):
+    """Gradients of one step over 8 micro-batches against one plain loss over all their rows, by hand."""
+    monkeypatch.setattr(train, "batch_size", 64)
+    monkeypatch.setattr(train, "batch_start", 64)
+    monkeypatch.setattr(train, "mask_rate_end", rate_end)
+    run = new_run(train)
+    n = module.mask_count(0.5)
+    parts = [run.micro_batch_at(row, n) for row in range(0, 64, 8)]
+    ids, positions, labels = (torch.cat(x) for x in zip(*parts, strict=True))
+    logits = run.model(ids)[torch.arange(64)[:, None], positions]
+    keep = labels != -100
+    assert keep.sum() == 64 * n
+    torch.nn.functional.cross_entropy(logits[keep], labels[keep]).backward()
+    expected = {k: p.grad.clone() for k, p in run.model.named_parameters()}
+    run.model.zero_grad()
+
+    seen = {}
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, limit: seen.update(
+        {k: p.grad.clone() for k, p in run.model.named_parameters()}) or torch.tensor(1.0))  # fmt: skip
+    assert run.train_step(0.5)
+    for name, gradient in expected.items():
+        assert torch.allclose(seen[name], gradient, atol=1e-6), name
+
+
+def test_micro_batches_are_a_function_of_seed_and_row(train, monkeypatch):
+    run = new_run(train)
+    a = run.micro_batch_at(16, 5)
+    torch.rand(3)
+    run.micro_batch_at(0, 5)
+    b = run.micro_batch_at(16, 5)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    monkeypatch.setattr(train, "seed", 1)
+    assert not torch.equal(a[1], run.micro_batch_at(16, 5)[1])
+
+
+def test_unusable_steps_are_skipped_and_counted_and_too_many_end_the_run(train, monkeypatch):
+    run = new_run(train)
+    run.folder.mkdir()
+    assert run.train_step(0.5)
+    before = {k: v.clone() for k, v in run.model.state_dict().items()}
+    loss = run.loss
+    run.loss = lambda *batch: loss(*batch) * float("nan")
+    for _ in range(3):
+        assert run.train_step(0.5)
+    assert run.state["skipped"] == 3 and run.state["step"] == 4
+    assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+    run.loss = loss
+    assert run.train_step(0.5)
+    assert run.state["skipped_in_row"] == 0
+    assert any(not torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+    monkeypatch.setattr(module, "MAX_SKIPPED", 2)
+    run.loss = lambda *batch: loss(*batch) * float("inf")
+    run.train_step(0.5)
+    with pytest.raises(SystemExit, match=r"no finite gradient in 2 steps, up to step 7, row \d+"):
+        run.train_step(0.5)
+
+
+def test_float16_scaler_skips_overflow_and_recovers(train):
+    run = new_run(train, torch.float16)
+    assert run.scaler.is_enabled()
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for _ in range(60):
+        run.train_step(0.5)
+        if not run.state["skipped_in_row"]:
+            break
+    assert run.state["skipped"] > 0 and run.state["skipped_in_row"] == 0
+    assert run.scaler.get_scale() < 2.0**40
+
+
+def test_reserve_is_kept_for_the_last_evaluation_and_save(train, monkeypatch):
+    run = new_run(train)
+    monkeypatch.setattr(train, "budget_hours", 100 / 3600)
+    monkeypatch.setattr(run, "elapsed", lambda: 44.0)
+    assert run.progress() == pytest.approx(0.44)
+    run.state["eval_seconds"], run.save_seconds = 8.0, 2.0
+    assert run.progress() == pytest.approx(44 / 88)
+    monkeypatch.setattr(run, "elapsed", lambda: 88.1)
+    assert run.progress() == 1
+
+
+def test_compiled_equals_eager(train, monkeypatch):
+    """Loss and every gradient of a compiled micro-batch, and of the evaluation, against eager ones."""
+    monkeypatch.setattr(train, "compile", True)
+    monkeypatch.setattr(train, "n_layer", 1)
+    run = new_run(train)
+    batch = run.micro_batch_at(0, 20)
+    compiled = module.try_compile(run.loss, batch)
+    assert compiled is not run.loss
+    gradients = []
+    for loss in (compiled, run.loss):
+        run.model.zero_grad()
+        value = loss(*batch)
+        value.backward()
+        gradients.append([value.detach(), *(p.grad.clone() for p in run.model.parameters())])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
+def test_two_graphs_serve_the_whole_run(train, monkeypatch, capsys):
+    """No shape changes with the batch ramp, the masking schedule, the last held-out batch or the second evaluation."""
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="eager", **options))
+    for name, value in {"compile": True, "max_steps": 12, "batch_size": 32, "eval_rows": 21, "evals": 4}.items():
+        monkeypatch.setattr(train, name, value)
+    train.main()
+    assert "does not work here" not in capsys.readouterr().out
+    rows = record.read_log(train.out_dir)
+    assert len({row.get("batch_size") for row in rows}) > 2 and len({row.get("mask_rate") for row in rows}) > 2
+    assert counters["stats"]["unique_graphs"] == 2  # training and evaluation
+    assert not counters["graph_break"]
+
+
+def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no compiler\nlong trace")
+
+    monkeypatch.setattr(train, "compile", True)
+    monkeypatch.setattr(torch, "compile", broken)
+    run = new_run(train)
+    assert module.try_compile(run.loss, run.micro_batch_at(0, 5)) is run.loss
+    printed = capsys.readouterr().out
+    assert "torch.compile does not work here" in printed and "no compiler" in printed and "long trace" not in printed
+
+
+def test_slips_are_one_line(train, monkeypatch, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    cases = [
+        ({"budget_hours": 0.0}, "a budget of 0 trains nothing"),
+        ({"batch_size": 20}, "batch_size=20 is no multiple of micro_batch=8: type for example --batch_size=16"),
+        ({"batch_start": 12}, "batch_start=12 is no multiple"),
+        ({"optimizer": "sgd"}, "optimizer=sgd cannot work: it must be one of muon, adamw, adam"),
+        ({"mask_rate": 1.5}, "mask_rate=1.5 cannot work: it must be between"),
+        ({"seq_len": 64}, "type --seq_len=128"),
+        ({"vocab_size": 32768}, "type --vocab_size=600"),
+        ({"n_head": 3}, "n_embd=32 must be an even multiple of n_head=3"),
+        ({"data_dir": str(tmp_path / "nowhere")}, "run python prepare.py"),
+        ({"init": "resume"}, "ckpt.pt not found"),
+        ({"out_dir": str(tmp_path / "mine")}, "holds no run of train.py: choose another --out_dir"),
+        ({"samples": "no mask here"}, "each sentence needs one"),
+    ]
+    if not torch.cuda.is_available():
+        cases.append(({"device": "cuda"}, "torch sees no CUDA device"))
+    for values, message in cases:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
+            for name, value in values.items():
+                patch.setattr(train, name, value)
+            train.main()
+        assert message in str(e.value) and "\n" not in str(e.value)
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_train_bin_is_one_line(train, data_dir, tmp_path, monkeypatch):
+    import shutil
+
+    folder = shutil.copytree(data_dir, tmp_path / "data")
+    monkeypatch.setattr(train, "data_dir", str(folder))
+    (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-256])
+    with pytest.raises(SystemExit, match=r"train.bin has \d+ bytes where meta.json says"):
+        train.main()
+    (folder / "train.bin").unlink()
+    with pytest.raises(SystemExit, match=r"train.bin has 0 bytes"):
+        train.main()
+
+
+def test_the_log_survives_a_cut_line_and_a_resume(tmp_path):
+    for step in (0, 10, 20):
+        record.append_row(tmp_path, {"elapsed_s": step / 2, "step": step, "tokens": step * 100, "skipped": 0})
+    with open(tmp_path / "log.csv", "a") as f:
+        f.write("15.0,3")
+    assert [row["step"] for row in record.read_log(tmp_path)] == [0, 10, 20]
+    record.drop_rows_after(tmp_path, 10)
+    record.append_row(tmp_path, {"elapsed_s": 9.0, "step": 20, "tokens": 2000, "skipped": 1, "val_loss_15": 3.25})
+    rows = record.read_log(tmp_path)
+    assert [row["step"] for row in rows] == [0, 10, 20] and rows[-1]["val_loss_15"] == 3.25 and "lr" not in rows[-1]
+    assert json.dumps(rows)

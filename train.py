@@ -1,0 +1,509 @@
+"""Pre-train a masked language model from scratch inside a wall-clock budget; data_dir comes from prepare.py.
+
+    python train.py --budget_hours=24                         # the whole job on one GPU
+    python train.py config/tiny.py                            # three minutes on a CPU
+    python train.py --budget_hours=24 --init=resume           # go on after a crash, or with a larger budget
+
+The clock starts just before the first step. Compiling, evaluating and saving count; preparing the data does not.
+out_dir gets log.csv, run.json, loss.png, ckpt.pt and a model folder that loads in transformers, all kept current.
+"""
+
+import math
+import shutil
+import signal
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from configurator import configure, require, settings
+
+# the run
+data_dir = "data/fineweb_edu"   # what prepare.py wrote
+out_dir = "out/fineweb_edu"     # where everything goes; a run that is there already is moved aside, not overwritten
+init = "scratch"                # scratch | resume: go on from out_dir/ckpt.pt
+seed = 0                        # of the weights, the masks and the dropout
+budget_hours = 24.0             # wall-clock hours for the whole run
+max_steps = 0                   # stop after this many optimiser steps, whatever the clock says; 0 = by the clock
+# the batch
+micro_batch = 256               # rows per forward pass; lower it if memory runs out, the batch stays the same
+batch_size = 4096               # rows per optimiser step, from batch_ramp on
+batch_start = 1024              # rows per optimiser step at the start
+batch_ramp = 0.6                # share of the run over which the batch grows (paper 4.3); 0 = batch_size at once
+# the objective
+mask_rate = 0.30                # share of a row's tokens to predict at the start (arXiv 2305.15096: from 30 % ...
+mask_rate_end = 0.15            # ... to 15 % at the end is worth half a point of GLUE over any fixed rate)
+mask_token_share = 1.0          # share of those that become [MASK]; BERT's recipe is 0.8 ...
+random_token_share = 0.0        # ... and 0.1 for this: the share that becomes a random token; the rest stays
+# the optimiser
+optimizer = "muon"              # muon: torch's Muon on the blocks' matrices, AdamW on the rest | adamw | adam
+muon_lr = 0.02                  # peak learning rate of Muon, in its own scale ("original")
+muon_weight_decay = 0.05        # decoupled, of Muon's matrices
+lr = 0.004                      # peak learning rate of AdamW and Adam; with adamw on everything 0.001 is the paper's
+weight_decay = 0.0              # of AdamW (decoupled) and Adam (coupled), norms and biases exempt; the paper has 0.01
+beta1 = 0.9                     # of AdamW and Adam
+beta2 = 0.95                    # of AdamW and Adam; the paper has 0.98
+adam_eps = 1e-10                # of AdamW and Adam; the paper has 1e-12
+grad_clip = 1.0                 # largest global norm of the gradient; 0 = no clipping
+schedule = "trapezoid"          # trapezoid | triangle (the paper's) | cosine | linear
+warmup = 0.01                   # share of the run in which the learning rate rises (trapezoid, cosine, linear)
+cooldown = 0.65                 # share of the run at its end in which it falls to 0 (trapezoid)
+# the model: the paper's size, natively a ModernBERT (see model.py)
+vocab_size = 32768              # that of the data
+seq_len = 128                   # that of the data: tokens in a row
+max_seq_len = 512               # longest row the model takes later on; the size of the table for learned positions
+n_layer = 16
+n_head = 12
+n_embd = 768
+n_inner = 1536                  # width inside the MLP, behind the gate
+activation = "geglu"            # geglu | relu2 | gelu
+position = "rope"               # rope | sinusoidal (the paper's, one learnt scale) | learned
+post_norm = False               # norms behind the residual sums, as in the original BERT, rather than before
+embedding_norm = True           # a norm right after the embeddings
+first_attn_norm = False         # a norm before the first attention too; the embedding norm stands in for it
+final_norm = True               # a norm after the last block
+head_transform = True           # dense-GELU-norm before the decoder; the paper leaves it out
+linear_bias = False             # biases in attention, MLP and head
+norm_bias = False               # biases in the norms
+decoder_bias = True             # a bias for each entry of the vocabulary
+token_types = 0                 # entries of a token-type table; BERT has 2
+norm_eps = 1e-5
+dropout = 0.0                   # one epoch or a few: nothing to regularise (paper 4.3)
+zero_init = True                # the blocks' output matrices start at zero
+# the machine
+device = "auto"                 # auto | cuda | mps | cpu
+dtype = "auto"                  # auto | bfloat16 | float16 | float32: of the matrix products; weights stay float32
+compile = True                  # torch.compile; off where it cannot
+# the record
+evals = 20                      # evaluations over the run, evenly spread, besides the last
+eval_rows = 4096                # held-out rows in each
+log_every = 10                  # optimiser steps per row of log.csv
+checkpoint_minutes = 10.0       # between checkpoints
+samples = "the capital of france is [MASK].|she opened the [MASK] and read the letter.|water [MASK] at 100 degrees."
+
+if __name__ == "__main__":
+    configure(globals())
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import model as models
+import record
+from data import IGNORE, Rows, draw_masks, held_out, load_meta, load_tokenizer
+from tokenizer import CLS, MASK, SEP
+
+MAX_SKIPPED = 50  # unusable steps in a row that end the run; float16 needs some to find its loss scale
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Everything that changes over the run is a function of progress in [0, 1].
+
+
+def lr_scale(progress):
+    """Learning rate as a share of its peak; exactly 0 at the end."""
+    rise = progress / warmup if progress < warmup else 1.0
+    if schedule == "triangle":  # the paper's: from a quarter up to the peak at 3/4, then down
+        return min(0.25 + progress, 4 - 4 * progress)
+    if schedule == "trapezoid":
+        return max(0.0, min(rise, (1 - progress) / cooldown)) if cooldown else rise
+    rest = max(0.0, (1 - progress) / (1 - warmup))  # from 1 at the end of the warm-up to 0
+    return min(rise, rest if schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * min(1.0, rest)))
+
+
+def batch_rows(progress):
+    """Rows per optimiser step, a multiple of micro_batch: the paper's ramp, but not below batch_start."""
+    if progress >= batch_ramp:
+        return batch_size
+    ramp = micro_batch * (int(batch_size * progress / (batch_ramp * micro_batch)) + 1)
+    return min(batch_size, max(batch_start, ramp))
+
+
+def mask_count(progress):
+    """Tokens to predict in each row."""
+    return round(seq_len * (mask_rate + (mask_rate_end - mask_rate) * progress))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model and optimisers.
+
+
+def pick_device():
+    """(torch.device, dtype of the matrix products), from the settings or from what this machine does natively."""
+    name = device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind = dtype
+    if kind == "auto" and name == "cuda":
+        kind = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    elif kind == "auto":
+        tests = [getattr(torch.cpu, f, bool) for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+        kind = "bfloat16" if name == "cpu" and any(test() for test in tests) else "float32"
+    return torch.device(name), getattr(torch, kind)
+
+
+def build_optimizers(model, device):
+    """[optimizer, …]; each group remembers its peak learning rate as "peak_lr"."""
+    named = dict(model.named_parameters())
+    matrices = {k for k, p in named.items() if optimizer == "muon" and ".layers." in k and p.ndim == 2}
+    exempt = {k for k in named if "norm" in k or "bias" in k}
+    groups = [
+        {"params": [p for k, p in named.items() if k not in matrices and (k in exempt) == e], "weight_decay": w}
+        for e, w in ((False, weight_decay), (True, 0.0))
+    ]
+    adam = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
+    fused = device.type in ("cuda", "cpu")
+    result = [adam([g for g in groups if g["params"]], lr=lr, betas=(beta1, beta2), eps=adam_eps, fused=fused)]
+    if matrices:
+        result.append(torch.optim.Muon([named[k] for k in named if k in matrices], muon_lr, muon_weight_decay))
+    for group in (g for o in result for g in o.param_groups):
+        group["peak_lr"] = group["lr"]
+    return result
+
+
+def make_loss(model, device, amp_dtype):
+    """loss(ids, positions, labels): cross-entropy in nats, summed over all labels but IGNORE, a 0-d tensor."""
+
+    def loss(ids, positions, labels):
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32):
+            logits = model(ids, positions)  # (B, K, V): they exist for the chosen positions only
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    return loss
+
+
+def try_compile(loss, batch):
+    """loss compiled, if a first call of it works on this machine; else loss as it is and one line that says so."""
+    if not compile:
+        return loss
+    try:
+        compiled = torch.compile(loss, dynamic=False)
+        compiled(*batch).backward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:  # no compiler, no Triton, a card too old: whatever inductor raises
+        print(f"torch.compile does not work here, going on without: {str(e).strip().splitlines()[:1]}")
+        return loss
+    return compiled
+
+
+def matmul_rate(device, dtype):
+    """FLOP/s of a large matrix product on this machine right now: the yardstick of MFU."""
+    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 4)
+    a = torch.randn(n, n, device=device).to(dtype)
+    best = math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            b = a @ a
+        b[0, 0].item()  # waits until the device is done
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 * repeats / best
+
+
+@torch.no_grad()
+def fill_masks(model, tokenizer, sentence):
+    """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence."""
+    before, after = (tokenizer.encode(part).tolist() for part in sentence.split("[MASK]", 1))
+    ids = [CLS, *before, MASK, *after, SEP]
+    where = next(model.parameters()).device
+    logits = model.eval()(torch.tensor([ids], device=where), torch.tensor([[len(before) + 1]], device=where))
+    model.train()
+    top = logits[0, 0].float().softmax(-1).topk(3)
+    return [(tokenizer.decode([i]).strip(), p) for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run.
+
+
+class Run:
+    """A model in training: what a checkpoint holds, and the clock."""
+
+    def __init__(self, config, meta, dev, amp_dtype):
+        torch.manual_seed(seed)
+        self.meta, self.device, self.folder = meta, dev, Path(out_dir)
+        self.model = models.MaskedLM(config).to(dev)
+        self.optimizers = build_optimizers(self.model, dev)
+        self.scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
+        self.loss = make_loss(self.model, dev, amp_dtype)
+        self.rows = Rows(Path(data_dir) / "train.bin", meta["counts"]["rows"], seq_len, vocab_size)
+        self.ahead = (-1, None)  # rows on their way to the device: (number of the first, tensor)
+        self.k_max = max(mask_count(0), mask_count(1))
+        self.flops_per_token = self.model.flops_per_token(seq_len, self.k_max)
+        # step: optimiser steps done; row: where the next one starts reading; evals_done: evaluations of this progress
+        self.state = {"step": 0, "row": 0, "skipped": 0, "skipped_in_row": 0, "evals_done": -1, "logged": -1,
+                      "loss_sum": 0.0, "loss_steps": 0, "last": {}, "eval_seconds": 0.0}  # fmt: skip
+        self.seconds = dict.fromkeys(("training", "compiling", "evaluating", "saving"), 0.0)
+        self.save_seconds = self.step_seconds = self.before = 0.0
+        self.start = self.saved_at = time.monotonic()
+        self.stop = False
+
+    def elapsed(self):
+        return self.before + time.monotonic() - self.start
+
+    def progress(self):
+        """Share of the run that is over, 0 to 1; the reserve is what the last evaluation and save will need."""
+        if max_steps:
+            return min(1.0, self.state["step"] / max_steps)
+        reserve = 1.2 * (self.state["eval_seconds"] + self.save_seconds) + self.step_seconds
+        return min(1.0, self.elapsed() / max(1e-9, budget_hours * 3600 - reserve))
+
+    def fetch(self, row):
+        """Rows row … row + micro_batch − 1 on the device; on a GPU the copy runs behind the computation."""
+        if self.ahead[0] != row:
+            rows = self.rows.read(row, micro_batch)
+            rows = rows.pin_memory() if self.device.type == "cuda" else rows
+            self.ahead = (row, rows.to(self.device, non_blocking=True))
+        return self.ahead[1]
+
+    def micro_batch_at(self, row, n_mask):
+        """(ids, positions, labels) of the micro-batch at row; its masks and dropout depend on seed and row alone."""
+        both = np.random.SeedSequence((seed, row)).generate_state(1)  # torch's CPU generator heeds 32 bits of a seed
+        torch.manual_seed(int(both[0]))
+        return draw_masks(self.fetch(row), self.k_max, n_mask, vocab_size, mask_token_share, random_token_share)
+
+    def train_step(self, progress):
+        """One optimiser step; False if the clock or a signal cut it short, which changes nothing."""
+        start, state = time.monotonic(), self.state
+        n_micro, n_mask = batch_rows(progress) // micro_batch, mask_count(progress)
+        total = torch.zeros((), device=self.device)
+        for i in range(n_micro):
+            row = state["row"] + i * micro_batch
+            if self.stop or (i and self.progress() >= 1):
+                self.model.zero_grad(set_to_none=True)
+                return False
+            loss = self.loss(*self.micro_batch_at(row, n_mask)) / (n_micro * micro_batch * n_mask)
+            self.scaler.scale(loss).backward()
+            total += loss.detach()
+            self.fetch(row + micro_batch)
+        for o in self.optimizers:
+            self.scaler.unscale_(o)
+            for group in o.param_groups:
+                group["lr"] = group["peak_lr"] * lr_scale(progress)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or math.inf)
+        loss, norm = torch.stack((total, norm)).tolist()  # the one synchronisation of a step
+        state["step"] += 1
+        state["row"] += n_micro * micro_batch
+        if math.isfinite(loss) and math.isfinite(norm):
+            for o in self.optimizers:
+                self.scaler.step(o)
+            state["skipped_in_row"] = 0
+            state["loss_sum"] += loss
+            state["loss_steps"] += 1
+        else:
+            state["skipped"] += 1
+            state["skipped_in_row"] += 1
+        self.scaler.update()
+        self.model.zero_grad(set_to_none=True)
+        state["last"] = {"lr": (muon_lr if optimizer == "muon" else lr) * lr_scale(progress), "loss": loss,
+                         "grad_norm": norm, "batch_size": n_micro * micro_batch,
+                         "mask_rate": n_mask / seq_len}  # fmt: skip
+        self.step_seconds = time.monotonic() - start
+        self.seconds["training"] += self.step_seconds
+        if state["skipped_in_row"] >= MAX_SKIPPED:
+            where = f"up to step {state['step']}, row {state['row']}"
+            sys.exit(f"no finite gradient in {MAX_SKIPPED} steps, {where}: lower the learning rate and resume")
+        return True
+
+    def log(self, **val):
+        """Append a row to log.csv: the losses since the last one, averaged, and what the last step used."""
+        state, tokens = self.state, self.state["row"] * seq_len
+        row = {"elapsed_s": self.elapsed(), "step": state["step"], "tokens": tokens, "skipped": state["skipped"],
+               "flops": float(tokens * self.flops_per_token), **state["last"], **val}  # fmt: skip
+        if state["loss_steps"]:
+            row["loss"] = state["loss_sum"] / state["loss_steps"]
+        record.append_row(self.folder, row)
+        state |= {"logged": state["step"], "loss_sum": 0.0, "loss_steps": 0}
+
+    def evaluate(self, sets):
+        """Held-out losses in nats per token, logged; their time, less that of compiling, becomes the reserve."""
+        val, marks = {}, [time.monotonic()]
+        self.model.eval()
+        for rate, batches in sets.items():
+            with torch.no_grad():
+                total = sum(self.loss(*(t.to(self.device) for t in batch)) for batch in batches).item()
+            val[f"val_loss_{rate}"] = total / sum((labels != IGNORE).sum().item() for _, _, labels in batches)
+            marks.append(time.monotonic())
+        self.model.train()
+        counts = self.meta["counts"]  # per character of text, so that vocabularies compare
+        val["val_nats_per_char"] = val["val_loss_15"] * counts["val_tokens"] / counts["val_characters"]
+        self.state["eval_seconds"] = 2 * (marks[2] - marks[1])
+        compiling = max(0.0, marks[2] - marks[0] - 1.5 * self.state["eval_seconds"])
+        self.seconds["compiling"] += compiling
+        self.seconds["evaluating"] += marks[2] - marks[0] - compiling
+        self.log(**val)
+        return val
+
+    def save(self, required=False):
+        """Write ckpt.pt, the model folder and loss.png, each beside its goal and renamed; a full disk stops nothing."""
+        start = time.monotonic()
+        checkpoint = {
+            "model": self.model.state_dict(), "optimizers": [o.state_dict()["state"] for o in self.optimizers],
+            "scaler": self.scaler.state_dict(), "state": self.state, "elapsed": self.elapsed(),
+            "config": asdict(self.model.config), "optimizer": optimizer, "data": self.meta["sha256"]["train.bin"],
+        }  # fmt: skip
+        try:
+            models.write_beside(self.folder / "ckpt.pt", lambda path: torch.save(checkpoint, path))
+            models.save(self.model, self.folder)
+            record.plot(self.folder)
+        except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
+            print(f"WARNING: cannot save to {self.folder}, the last checkpoint stands: {str(e).splitlines()[0]:.120}")
+            if required:
+                sys.exit(1)
+        self.save_seconds = time.monotonic() - start
+        self.seconds["saving"] += self.save_seconds
+        self.saved_at = time.monotonic()
+
+    def resume(self):
+        """Take everything but the settings from ckpt.pt; exits if it belongs to another model or data set."""
+        path = self.folder / "ckpt.pt"
+        try:
+            ckpt = torch.load(path, map_location="cpu", weights_only=True)
+            theirs = ckpt["config"] | {"optimizer": ckpt["optimizer"]}
+        except Exception as e:
+            sys.exit(f"{path} is damaged or no checkpoint of train.py: {str(e).splitlines()[0]:.120}")
+        ours = asdict(self.model.config) | {"optimizer": optimizer}
+        wrong = [f"--{k}={theirs.get(k)}" for k in ours if ours[k] != theirs.get(k)]
+        if wrong:
+            sys.exit(f"{path} is of another model: to resume it, type {' '.join(wrong)}")
+        if ckpt["data"] != self.meta["sha256"]["train.bin"]:
+            sys.exit(f"{data_dir} is not the data that {path} was trained on: name its --data_dir")
+        self.model.load_state_dict(ckpt["model"])
+        for o, saved in zip(self.optimizers, ckpt["optimizers"], strict=True):
+            o.load_state_dict({"state": saved, "param_groups": o.state_dict()["param_groups"]})
+        self.scaler.load_state_dict(ckpt["scaler"])
+        self.state, self.before = ckpt["state"], ckpt["elapsed"]
+        record.drop_rows_after(self.folder, self.state["step"])
+        print(f"resumed at step {self.state['step']:,}, {self.before / 3600:.2f} hours into the run")
+
+
+def check_settings():
+    """Exit with one line for settings that cannot work."""
+    require(globals(), {
+        "init": ("scratch", "resume"), "optimizer": ("muon", "adamw", "adam"), "device": ("auto", "cuda", "mps", "cpu"),
+        "schedule": ("trapezoid", "triangle", "cosine", "linear"), "dtype": ("auto", "bfloat16", "float16", "float32"),
+        "seed": (0, 2**20), "max_steps": (0, 2**40), "budget_hours": (0, 1e6), "micro_batch": (1, 2**20),
+        "batch_ramp": (0, 1), "mask_rate": (0.01, 0.9), "mask_rate_end": (0.01, 0.9), "mask_token_share": (0, 1),
+        "random_token_share": (0, 1 - mask_token_share), "warmup": (0, 0.99), "cooldown": (0, 1), "evals": (0, 10**6),
+        "eval_rows": (1, 10**8), "log_every": (1, 10**9), "checkpoint_minutes": (0, 1e6), "grad_clip": (0, 1e9),
+        "seq_len": (8, max_seq_len), "lr": (0, 1e3), "muon_lr": (0, 1e3), "batch_start": (0, batch_size),
+    })  # fmt: skip
+    if not budget_hours and not max_steps:
+        sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
+    for name, rows in (("batch_size", batch_size), ("batch_start", batch_start)):
+        if rows % micro_batch:
+            near = max(1, rows // micro_batch) * micro_batch
+            sys.exit(f"{name}={rows} is no multiple of micro_batch={micro_batch}: type for example --{name}={near}")
+    if any(s.count("[MASK]") != 1 for s in samples.split("|")):
+        sys.exit("samples: each sentence needs one [MASK], and a | stands between two sentences")
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("device=cuda, but torch sees no CUDA device here: type --device=cpu, or install a CUDA build of torch")
+
+
+def main():
+    check_settings()
+    meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
+    tokenizer = load_tokenizer(data_dir, meta)
+    dev, amp_dtype = pick_device()
+    torch.set_float32_matmul_precision("high")
+    try:
+        config = models.ModelConfig(**{f.name: globals()[f.name] for f in fields(models.ModelConfig)})
+    except ValueError as e:
+        sys.exit(str(e))
+    run = Run(config, meta, dev, amp_dtype)
+    record.open_out(out_dir, init == "resume")
+    if init == "resume":
+        run.resume()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(data_dir) / name, run.folder)
+    n_val = meta["counts"]["val_rows"]
+    val_rows = Rows(Path(data_dir) / "val.bin", n_val, seq_len, vocab_size).read(0, min(n_val, eval_rows))
+    parameters, peak = sum(p.numel() for p in run.model.parameters()), matmul_rate(dev, amp_dtype)
+    facts = {"parameters": parameters, "flops_per_token": run.flops_per_token, "matmul_flops": peak}
+    record.write_run(out_dir, {k: globals()[k] for k in settings(__file__)}, dev, amp_dtype=str(amp_dtype), **facts)
+    print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} multiplies "
+          f"matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
+
+    def ask_to_stop(number, frame):
+        run.stop = True  # a second signal ends the run the hard way
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, ask_to_stop)
+    signal.signal(signal.SIGTERM, ask_to_stop)
+    train(run, held_out(val_rows, micro_batch), tokenizer, peak)
+
+
+def train(run, sets, tokenizer, peak):
+    """The loop, until the clock, the steps or a signal end it."""
+    from tqdm import tqdm
+
+    run.start = run.saved_at = time.monotonic()
+    if run.progress() >= 1:
+        sys.exit("this run has used up its budget: type a larger --budget_hours (or --max_steps) to go on")
+    run.loss = try_compile(run.loss, run.micro_batch_at(run.state["row"], mask_count(run.progress())))
+    run.model.zero_grad(set_to_none=True)
+    run.seconds["compiling"] = time.monotonic() - run.start
+    state, first_row, sentences, planned = run.state, run.state["row"], samples.split("|"), False
+    bar = tqdm(total=1.0, disable=None, bar_format="{percentage:3.0f}%|{bar}|{postfix}")
+    while not run.stop and (progress := run.progress()) < 1:
+        if int(progress * evals) > state["evals_done"]:
+            state["evals_done"] = int(progress * evals)
+            val = run.evaluate(sets)
+            words = fill_masks(run.model, tokenizer, sentences[state["evals_done"] % len(sentences)])
+            bar.write(f"{run.elapsed() / 60:7.1f} min  step {state['step']:6,}  held-out loss {val['val_loss_15']:.3f} "
+                      f"(15 %) {val['val_loss_25']:.3f} (25 %)  {', '.join(w for w, _ in words)}")  # fmt: skip
+        elif state["step"] % log_every == 0 and state["step"] > state["logged"]:
+            run.log()
+        if not run.save_seconds or time.monotonic() - run.saved_at > checkpoint_minutes * 60:
+            run.save()  # the first one at once: a folder that cannot be written shows now, and the reserve is known
+        if not run.train_step(progress):
+            continue  # the clock or a signal came between
+        speed = (state["row"] - first_row) * seq_len / run.seconds["training"]
+        left = (1 - progress) * (run.elapsed() / max(progress, 1e-9) if max_steps else budget_hours * 3600)
+        mfu, bar.n = speed * run.flops_per_token / peak, progress
+        bar.set_postfix_str(f"loss {state['last']['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
+                            f"lr {state['last']['lr']:.1e}  {left / 60:.0f} min left")  # fmt: skip
+        if not planned and not max_steps and run.seconds["training"] > 10:
+            bar.write(plan(run, speed, progress))
+            planned = True
+    bar.close()
+    if run.stop:
+        run.save(required=True)
+        print(f"stopped at step {state['step']:,}, after {run.elapsed() / 60:.1f} minutes: --init=resume goes on")
+    else:
+        report(run, run.evaluate(sets), tokenizer, peak, first_row)
+
+
+def plan(run, speed, progress):
+    """What the rest of the budget holds at a speed in tokens/s, in one line."""
+    tokens = speed * (budget_hours * 3600 - run.elapsed())
+    per_row = [1 / batch_rows(progress + (1 - progress) * i / 100) for i in range(100)]  # steps, along the batch ramp
+    steps, epochs = tokens / seq_len * sum(per_row) / 100, tokens / seq_len / run.rows.count
+    return f"{speed:,.0f} tokens/s: the rest holds {steps:,.0f} steps, {tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs"
+
+
+def report(run, val, tokenizer, peak, first_row):
+    """Save everything, then say what came out, where the time went and what the model has learnt."""
+    run.save(required=True)
+    state, seconds = run.state, run.seconds
+    seconds["other"] = run.elapsed() - run.before - sum(seconds.values())
+    speed = (state["row"] - first_row) * seq_len / max(1e-9, seconds["training"])
+    print(f"held-out loss {val['val_loss_15']:.4f} at 15 % masked, {val['val_loss_25']:.4f} at 25 %; "
+          f"{val['val_nats_per_char']:.4f} nats per character")  # fmt: skip
+    print(f"{state['step']:,} steps, {state['skipped']} of them skipped; {state['row'] * seq_len:,} tokens, "
+          f"{state['row'] / run.rows.count:.2f} epochs; {speed:,.0f} tokens/s, "
+          f"MFU {speed * run.flops_per_token / peak:.0%}")  # fmt: skip
+    print(f"{run.elapsed():.0f} s: " + ", ".join(f"{name} {s:.0f}" for name, s in seconds.items()))
+    for sentence in samples.split("|"):
+        top = ", ".join(f"{word} {p:.0%}" for word, p in fill_masks(run.model, tokenizer, sentence))
+        print(f"  {sentence}  {top}")
+    print(f"{run.folder}: model.safetensors and config.json (the model), loss.png, log.csv, run.json, ckpt.pt")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        sys.exit(f"out of memory: type --micro_batch={max(1, micro_batch // 2)}, the batch stays at {batch_size} rows")
+    except OSError as e:
+        sys.exit(f"{e.filename or out_dir}: {e.strerror or e}")

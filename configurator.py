@@ -43,15 +43,16 @@ def configure(namespace, argv=None):
     block = settings(script)
     known = {name for s in SCRIPTS if script.with_name(s).exists() for name in settings(script.with_name(s))} | {*block}
     args, asked = list(sys.argv[1:] if argv is None else argv), []  # asked: (where, name, value)
-    if "--help" in args or "-h" in args:
-        lines, numbers = script.read_text(encoding="utf-8").splitlines(), [line for _, line in block.values()]
-        sys.exit(print(namespace["__doc__"].strip(), "", *lines[min(numbers) - 1 : max(numbers)], sep="\n"))
+    if "--help" in args:
+        lines, at = script.read_text(encoding="utf-8").splitlines(), [line for _, line in block.values()]
+        print(namespace["__doc__"].strip(), "", *lines[min(at) - 1 : max(at)], sep="\n")
+        sys.exit(0)
     while args:
         name, equals, text = args.pop(0).partition("=")
         if not name.startswith("--"):
             asked += [(f"{name}, line {n}", k, v) for k, (v, n) in assignments(name + equals + text, True).items()]
             continue
-        if not equals and not args:
+        if not equals and (not args or args[0].startswith("--")):
             sys.exit(f"{name} has no value: write {name}=VALUE (python {script.name} --help shows the defaults)")
         value = text if equals else args.pop(0)
         if not isinstance(block.get(name[2:], ("",))[0], str):  # strings are taken as they were typed
@@ -65,18 +66,18 @@ def configure(namespace, argv=None):
                 value = float(value)
             if type(value) is not type(default) or (type(value) is float and not math.isfinite(value)):
                 sys.exit(f"{where}: {name}={value!r:.60} should be of type {type(default).__name__}, like {default!r}")
-            if value != default:
-                print(f"{name} = {value!r}  (default {default!r})")
             namespace[name] = value
         elif name not in known or where == "command line":
             near = difflib.get_close_matches(name, block, 1) or [f"one of those that python {script.name} --help lists"]
             sys.exit(f"{where}: {script.name} has no setting {name}; did you mean {near[0]}?")
+    for name in (name for name, (default, _) in block.items() if namespace[name] != default):
+        print(f"{name} = {namespace[name]!r}  (default {block[name][0]!r})")
 
 
 def require(namespace, limits):
     """Exit with one line unless each setting is one of its choices (strings) or between its two limits (numbers)."""
     for name, allowed in limits.items():
-        value = namespace[name]
-        if not (value in allowed if isinstance(value, str) else allowed[0] <= value <= allowed[1]):
-            kind = "one of" if isinstance(value, str) else "between"
-            sys.exit(f"{name}={value} cannot work: it must be {kind} {', '.join(map(str, allowed))}")
+        value, words = namespace[name], isinstance(allowed[0], str)
+        if not (value in allowed if words else allowed[0] <= value <= allowed[1]):
+            must = " or ".join(allowed) if words else f"between {allowed[0]} and {allowed[1]}"
+            sys.exit(f"{name}={value} cannot work: it must be {must}")

@@ -98,7 +98,7 @@ def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
     n_mask = round(n * mask_share)
     replaced = torch.where(rank < n_mask, MASK, tokens)
     if random_share:
-        is_random = (rank >= n_mask) & (rank < n_mask + round(n * random_share))
+        is_random = (rank >= n_mask) & (rank < min(n, n_mask + round(n * random_share)))
         replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
     return rows.scatter(1, positions, replaced), positions, tokens.masked_fill(rank >= n, IGNORE)
 

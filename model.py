@@ -4,13 +4,14 @@
     python -c "import model; print(model.load('out/tiny').config)"
     python -c "from transformers import AutoModelForMaskedLM as M; print(M.from_pretrained('out/tiny'))"
 
-The default is the paper's size (arXiv 2212.14034: 16 layers, 768 wide) in the form that is natively a ModernBERT
-(arXiv 2412.13663), module names included, so that a saved folder loads in transformers with no code of ours. Every
-switch of ModelConfig is a line or two below; together they also make the paper's crammed BERT and the original BERT.
+The default is the paper's size (arXiv 2212.14034) in the form that is natively a ModernBERT (arXiv 2412.13663), names
+of modules included, so that transformers loads a saved folder with no code of ours. The switches of ModelConfig, a line
+or two each, also make the paper's crammed BERT and the original BERT.
 """
 
 import json
 import os
+from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,8 +82,7 @@ class Embeddings(nn.Module):
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
             table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)  # sin on even, cos on odd channels
             self.register_buffer("position_table", table, persistent=False)
-        if config.token_types:
-            self.type_embeddings = nn.Embedding(config.token_types, config.n_embd)
+        self.type_embeddings = nn.Embedding(config.token_types, config.n_embd) if config.token_types else None
         self.norm = layer_norm(config) if config.embedding_norm else nn.Identity()
         self.drop = nn.Dropout(config.dropout)
 
@@ -92,7 +92,7 @@ class Embeddings(nn.Module):
             x = x + self.position_embeddings.weight[: ids.shape[1]]
         elif self.position == "sinusoidal":
             x = x + self.position_scale * self.position_table[: ids.shape[1]]
-        if hasattr(self, "type_embeddings"):
+        if self.type_embeddings is not None:
             x = x + self.type_embeddings(torch.zeros_like(ids) if token_types is None else token_types)
         return self.drop(self.norm(x))
 
@@ -125,7 +125,12 @@ class Attention(nn.Module):
         if rope is not None:
             cos, sin = (table[:T].to(q.dtype) for table in rope)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        if q.is_cpu:  # the CPU's flash attention takes half the time in float32 (forward and backward, AVX512-BF16)
+            with torch.autocast("cpu", enabled=False):
+                y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask, dropout)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
         return self.Wo(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -144,14 +149,14 @@ class MLP(nn.Module):
         if self.activation == "geglu":
             a, g = x.chunk(2, dim=-1)
             x = F.gelu(a) * g
-        elif self.activation == "relu2":
-            x = F.relu(x).square()
         else:
-            x = F.gelu(x)
+            x = F.relu(x).square() if self.activation == "relu2" else F.gelu(x)
         return self.Wo(x)
 
 
 class Block(nn.Module):
+    """Attention and MLP, each added to its input; norms before them, or behind the sums."""
+
     def __init__(self, config, first):
         super().__init__()
         self.post_norm = config.post_norm
@@ -193,16 +198,10 @@ class Encoder(nn.Module):
         return self.final_norm(x)
 
 
-class HeadTransform(nn.Module):
+def head_transform(config):
     """BERT's dense-GELU-norm before the decoder; in fine-tuning the same weights warm up the classifier."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.dense = nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias)
-        self.norm = layer_norm(config)
-
-    def forward(self, x):
-        return self.norm(F.gelu(self.dense(x)))
+    dense = nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias)
+    return nn.Sequential(OrderedDict(dense=dense, act=nn.GELU(), norm=layer_norm(config)))
 
 
 class MaskedLM(nn.Module):
@@ -212,7 +211,7 @@ class MaskedLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Encoder(config)
-        self.head = HeadTransform(config) if config.head_transform else nn.Identity()
+        self.head = head_transform(config) if config.head_transform else nn.Identity()
         self.decoder = nn.Linear(config.n_embd, config.vocab_size, bias=config.decoder_bias)
         self.decoder.weight = self.model.embeddings.tok_embeddings.weight
         self.apply(init_weights)
@@ -246,12 +245,12 @@ class Classifier(nn.Module):
 
     def __init__(self, masked_lm, n_labels, dropout=0.1):
         super().__init__()
-        config = masked_lm.config
+        width = masked_lm.config.n_embd
         self.model = masked_lm.model
-        pooler = nn.Sequential(nn.Linear(config.n_embd, config.n_embd), nn.Tanh())
-        self.head = masked_lm.head if config.head_transform else pooler.apply(init_weights)
+        pooler = nn.Sequential(nn.Linear(width, width), nn.Tanh()).apply(init_weights)
+        self.head = masked_lm.head if masked_lm.config.head_transform else pooler
         self.drop = nn.Dropout(dropout)
-        self.classifier = nn.Linear(config.n_embd, n_labels).apply(init_weights)
+        self.classifier = nn.Linear(width, n_labels).apply(init_weights)
 
     def forward(self, ids, attention_mask=None, token_types=None):
         """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS]; attention_mask is 1 at real tokens."""
@@ -319,21 +318,22 @@ def from_folder_keys(state, config):
 
 def save(model, folder):
     """Write config.json and model.safetensors (float32) of a MaskedLM into folder, each beside its goal and renamed."""
-    from safetensors.torch import save_file
+    import safetensors.torch
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = to_folder_keys(model.state_dict(), model.config)
     state = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
+    weights = safetensors.torch.save(state, metadata={"format": "pt"})
     write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
-    write_beside(folder / "model.safetensors", lambda p: save_file(state, p, metadata={"format": "pt"}))
+    write_beside(folder / "model.safetensors", lambda p: p.write_bytes(weights))
 
 
 def write_beside(path, write):
     """Call write(temporary path), bring the bytes to the disk, then rename: readers see the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
-    with open(temporary, "rb") as f:
+    with open(temporary, "r+b") as f:
         os.fsync(f.fileno())
     os.replace(temporary, path)
 
@@ -348,9 +348,7 @@ def load(folder, device="cpu"):
         config = ModelConfig(**json.loads((folder / "config.json").read_text())["nanocram"])
         model = MaskedLM(config)
         model.load_state_dict(from_folder_keys(load_file(folder / "model.safetensors"), config))
-    except FileNotFoundError as e:
-        raise ValueError(f"{e.filename or folder} not found: name the out_dir of a train.py run") from None
-    except (KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as e:
-        raise ValueError(f"{folder} is not a model folder of this version: {str(e).splitlines()[0]}") from None
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as e:
+        raise ValueError(f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}") from None
     return model.to(device).eval()
 

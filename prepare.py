@@ -1,7 +1,7 @@
 """Raw text to a tokenizer and rows of tokens: data_dir gets tokenizer.json, train.bin, val.bin and, last, meta.json.
 
     python prepare.py                                                       # FineWeb-Edu, for the day-long run
-    python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine        # your own: .txt .jsonl .parquet (.gz)
+    python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine        # your own: .txt(.gz) .jsonl(.gz) .parquet
     python prepare.py config/tiny.py                                        # the embedded corpus, in seconds
 
 A text file is cut into documents at blank lines. Everything is written into DATA_DIR.partial, which becomes data_dir
@@ -10,7 +10,9 @@ in one rename at the end: a killed run leaves nothing that looks finished, and r
 
 import glob
 import hashlib
+import itertools
 import json
+import math
 import os
 import shutil
 import sys
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import configure, require
+from configurator import configure, require, settings
 from tokenizer import CLS, MASK, SEP, Tokenizer, normalise, train_tokenizer
 
 # what to read
@@ -30,7 +32,7 @@ source = "HuggingFaceFW/fineweb-edu"      # a glob of local files, or the name o
 source_config = "sample-10BT"             # which configuration of the Hub data set; '' = its only one
 text_column = "text"                      # where .jsonl, .parquet and Hub data sets keep the text
 max_docs = 0                              # stop after reading this many documents; 0 = all
-max_tokens = 0                            # stop after keeping this many tokens; 0 = all
+max_tokens = 0                            # stop after this many tokens, counted before the filter; 0 = all
 # text to tokens
 normalisation = "ascii"                   # ascii: lower case, no accents, as the paper | plain: any script, cased
 vocab_size = 32768                        # entries of the byte-level BPE vocabulary, 4 special tokens included
@@ -49,19 +51,16 @@ if __name__ == "__main__":
     configure(globals())
 
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut, or it would have to fit into memory
 BUCKETS = 128  # files that rows are spread over before they are put in order: memory stays at 1/128 of the data
 OURS = ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin", "meta.json", "bucket-*")
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Documents.
-
 
 def source_files(pattern):
     """The local files that pattern names, sorted; [] if it names a Hub data set instead."""
     files = sorted(f for f in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(f))
     kinds = [file_kind(f) for f in files]
     if None in kinds:
-        sys.exit(f"{files[kinds.index(None)]} is of no known kind: rename it to {' '.join(KINDS)} (each also with .gz)")
+        sys.exit(f"{files[kinds.index(None)]} is of no known kind: rename it to .txt or .jsonl (.gz), or .parquet")
     if not files and (file_kind(pattern) or any(c in pattern for c in "*?[") or os.path.isdir(pattern)):
         sys.exit(f'no file matches source={pattern}: give a glob in quotes, like --source="texts/*.txt"')
     return files
@@ -72,20 +71,32 @@ def file_kind(path):
 
 
 def open_stream(path):
-    """An iterator over lists of documents: of one local file, or, where path is '', of the Hub data set."""
+    """The texts of one local file (of a .txt its lines) or, where path is '', of the Hub data set, one by one."""
     import datasets
 
-    if not path:
-        stream = datasets.load_dataset(source, source_config or None, split="train", streaming=True)
+    kind, column = file_kind(path), "text" if file_kind(path) == "text" else text_column
+    if path:
+        options = {"encoding_errors": "replace"} if kind == "text" else {}
+        stream = datasets.load_dataset(kind, data_files=[path], split="train", streaming=True, **options)
     else:
-        options = {"text": {"sample_by": "paragraph", "encoding_errors": "replace"}}.get(file_kind(path), {})
-        stream = datasets.load_dataset(file_kind(path), data_files=[path], split="train", streaming=True, **options)
+        stream = datasets.load_dataset(source, source_config or None, split="train", streaming=True)
     for table in stream.with_format("arrow").iter(batch_size=256):
-        if text_column not in table.column_names and file_kind(path) != "text":
+        if column not in table.column_names:
             have = ", ".join(table.column_names)
-            raise ValueError(f"no column {text_column!r}, it has {have}: type --text_column=NAME")
-        column = table["text" if file_kind(path) == "text" else text_column].to_pylist()
-        yield [text for t in column if isinstance(t, str) and (text := t.strip())]
+            raise ValueError(f"no column {column!r}, it has {have}: type --text_column=NAME")
+        yield from (text or "" for text in table[column].to_pylist())
+
+
+def join_lines(lines):
+    """Documents from the lines of a text file: blank lines end them, and so does MAX_DOCUMENT."""
+    document, size = [], 0
+    for line in lines:
+        document.append(line)
+        size += len(line)
+        if not line.strip() or size > MAX_DOCUMENT:
+            yield "\n".join(document)
+            document, size = [], 0
+    yield "\n".join(document)
 
 
 def documents(paths, errors, limit=0):
@@ -96,13 +107,14 @@ def documents(paths, errors, limit=0):
     for path in paths:
         batch, size, taken = [], 0, 0
         try:
-            for texts in open_stream(path):
-                for text in texts:
+            texts = open_stream(path)
+            for text in map(str.strip, join_lines(texts) if file_kind(path) == "text" else texts):
+                if text:
                     batch.append(text)
                     size += len(text)
-                    if size >= 1 << 20:
-                        yield batch
-                        batch, size, taken = [], 0, taken + size
+                if size >= 1 << 20:
+                    yield batch
+                    batch, size, taken = [], 0, taken + size
                 if limit and taken + size >= limit:
                     break
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
@@ -152,21 +164,16 @@ def encode_all(batches, tokenizer, n_threads):
             out.append((text_hash(text), len(plain), np.append(ids, SEP).astype(np.uint16)))
         return out
 
-    waiting = deque()
-    with ThreadPoolExecutor(n_threads) as pool:  # tiktoken works outside the GIL
-        try:
-            for batch in batches:
-                waiting.append(pool.submit(encode, batch))
-                if len(waiting) > 2 * n_threads:
-                    yield waiting.popleft().result()
-            while waiting:
+    waiting, pool = deque(), ThreadPoolExecutor(n_threads)  # tiktoken works outside the GIL
+    try:
+        for batch in batches:
+            waiting.append(pool.submit(encode, batch))
+            if len(waiting) > 2 * n_threads:
                 yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows.
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def pack(tokens, length):
@@ -209,19 +216,21 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
     """Read, tokenize, choose, pack and order all documents; the counts that go into meta.json."""
     from tqdm import tqdm
 
-    entries = [tokenizer.encoding.decode_single_token_bytes(i) for i in range(tokenizer.vocab_size)]
-    is_end = np.array([i > MASK and any(c in b".!?" for c in e) for i, e in enumerate(entries)])
-    count = dict.fromkeys(("read", "held_out", "held_out_copies", "duplicates", "filtered", "empty", "kept"), 0)
-    count |= dict.fromkeys(("tokens", "characters", "val_tokens", "val_characters", "characters_read"), 0)
+    entries = map(tokenizer.encoding.decode_single_token_bytes, range(tokenizer.vocab_size))
+    is_end = np.array([i > MASK and any(c in b".!?" for c in entry) for i, entry in enumerate(entries)])
+    outcomes = ("read", "held_out", "held_out_copies", "duplicates", "filtered", "empty", "kept")
+    sizes = ("tokens", "characters", "val_tokens", "val_characters", "tokens_read", "characters_read")
+    count = dict.fromkeys(outcomes + sizes, 0)
     rng = np.random.default_rng(0)
     held_out, seen, val, train, pending = set(), SeenHashes(), [], [], 0
     bar = tqdm(total=total_bytes or None, unit="B", unit_scale=True, desc="tokenizing", disable=None)
     for batch in encode_all(documents(paths, errors), tokenizer, threads or os.cpu_count()):
-        if max_docs:
-            batch = batch[: max_docs - count["read"]]
         fresh = seen.add(np.array([h for h, _, _ in batch], dtype=np.uint64)) if dedup else [True] * len(batch)
         for (h, characters, ids), new in zip(batch, fresh, strict=True):
+            if (max_docs and count["read"] >= max_docs) or (max_tokens and count["tokens_read"] >= max_tokens):
+                break
             count["read"] += 1
+            count["tokens_read"] += len(ids)
             count["characters_read"] += characters
             if len(ids) < 2:
                 count["empty"] += 1
@@ -237,7 +246,7 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
                 count["duplicates"] += 1
             elif filter_ratio and len(ids) - 1 >= filter_ratio * characters:
                 count["filtered"] += 1
-            elif not max_tokens or count["tokens"] < max_tokens:
+            else:
                 train.append(ids)
                 pending += len(ids)
                 count["kept"] += 1
@@ -249,11 +258,10 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
             train, pending = [rest], len(rest)
         bar.set_postfix_str(f"{count['tokens'] / 1e6:.1f}M tokens", refresh=False)
         bar.update(sum(characters for _, characters, _ in batch))
-        if (max_docs and count["read"] >= max_docs) or (max_tokens and count["tokens"] >= max_tokens):
+        if (max_docs and count["read"] >= max_docs) or (max_tokens and count["tokens_read"] >= max_tokens):
             break
     bar.close()
-    if not count["read"]:
-        sys.exit(f"no document in source={source}" + "".join(f"\n  {p}: {why}" for p, why in errors.items()))
+
     rows, rest = pack(np.concatenate([*train, np.zeros(0, np.uint16)]), seq_len)
     spread(rows, folder, rng, is_end)
     gather(folder, rng)
@@ -263,29 +271,18 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
     count["rows"] = (folder / "train.bin").stat().st_size // (2 * seq_len)
     count["val_rows"] = len(val_rows)
     count["left_over"] = len(rest)
+    count["kept_share"] = count["kept"] / max(1, count["kept"] + count["filtered"])
     if not count["rows"]:
-        sys.exit(f"{count['tokens']} tokens are left to train on, fewer than one row of {seq_len}: give more text, "
-                 f"or type --seq_len=32 --filter_ratio=0")  # fmt: skip
+        sys.exit(f"{count['tokens']} tokens are fewer than one row of {seq_len}: give more text, or --filter_ratio=0")
     if not count["val_rows"]:
-        more = min(0.5, 10 * val_share)
-        sys.exit(f"less than a row of text fell into the held-out {val_share:.1%}: type --val_share={more:g}")
+        sys.exit(f"less than a row fell into the held-out share: type --val_share={min(0.5, 10 * val_share):g}")
     return count
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The story.
 
 
 def settings_of(files):
     """All that the result depends on: two data sets with equal settings are equal."""
-    names = ("source", "source_config", "text_column", "max_docs", "max_tokens", "normalisation", "vocab_size",
-             "vocab_sample_mb", "seq_len", "filter_ratio", "dedup", "order", "val_share", "val_tokens")  # fmt: skip
+    names = [name for name in settings(__file__) if name not in ("data_dir", "threads")]
     return {name: globals()[name] for name in names} | {"files": [[f, os.path.getsize(f)] for f in files]}
-
-
-def sha256(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def claim(goal, wanted):
@@ -303,7 +300,7 @@ def claim(goal, wanted):
         sys.exit(f"{goal} holds a data set with other settings ({other}): delete it or choose another --data_dir")
     if goal.exists() and (not goal.is_dir() or any(goal.iterdir())):
         sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
-    partial = goal.with_name(goal.name + ".partial")
+    partial = Path(f"{goal.absolute()}.partial")
     if partial.exists():
         left = list(partial.iterdir())
         if not all(any(p.match(name) for name in OURS) for p in left):
@@ -325,19 +322,17 @@ def raw_size(path):
 
 
 def estimate(texts, tokenizer, total_bytes, folder):
-    """Say, from timing a few MB of texts, how much disk and time the whole will take."""
+    """Say, from timing a few texts, how much disk and time the whole will take."""
     start = time.perf_counter()
     n = sum(len(ids) for batch in encode_all([texts], tokenizer, 1) for _, _, ids in batch)
     size = sum(map(len, texts))
-    tokens = max_tokens or total_bytes * n / size
-    if not tokens:
-        return print(f"{size / n:.2f} characters per token; how long the Hub data set is, nobody has said")
-    seconds = tokens / n * (time.perf_counter() - start) / (threads or os.cpu_count())
-    free = shutil.disk_usage(folder).free
-    megabytes = tokens * 2 / 1e6
-    print(f"about {tokens / 1e6:,.1f}M tokens: {megabytes:,.0f} MB of disk, twice that for a moment; {seconds:,.0f} s")
-    if free < 2e6 * megabytes:
-        print(f"WARNING: only {free / 1e6:,.0f} MB are free there")
+    rate = n / (time.perf_counter() - start) * (threads or os.cpu_count())
+    tokens = min(max_tokens or math.inf, total_bytes * n / size if total_bytes else math.inf)
+    if tokens == math.inf:
+        return print(f"the stream has no known end; every 1,000M tokens take 2 GB of disk and {1e9 / rate:,.0f} s")
+    seconds, megabytes, free = tokens / rate, tokens * 2 / 1e6, shutil.disk_usage(folder).free
+    warning = f"; WARNING: only {free / 1e6:,.0f} MB are free there" if free < 1e6 * megabytes else ""
+    print(f"about {tokens / 1e6:,.1f}M tokens: {megabytes:,.0f} MB of disk and {seconds:,.0f} s{warning}")
 
 
 def main():
@@ -349,33 +344,34 @@ def main():
     })  # fmt: skip
     files = source_files(source)
     goal = Path(data_dir)
-    settings = settings_of(files)
-    partial = claim(goal, settings)
+    wanted = settings_of(files)
+    partial = claim(goal, wanted)
     paths, errors = files or [""], {}
 
     print(f"training a vocabulary of {vocab_size} entries on up to {vocab_sample_mb} MB of {source}", flush=True)
-    first = []  # a few MB, for the estimate
-
-    def sample():
-        for batch in documents(paths, {}, limit=vocab_sample_mb * 10**6 // len(paths)):
-            if sum(map(len, first)) < 2e6:
-                first.extend(batch)
-            yield from (text for text in batch if not is_candidate(text_hash(text)))
-
-    train_tokenizer(sample(), vocab_size, normalisation, partial)
+    batches = documents(paths, errors, limit=vocab_sample_mb * 10**6 // len(paths))
+    first = next((batch for batch in batches if batch), None)
+    if not first:
+        sys.exit(f"no text in {source}" + "".join(f"; {path}: {why}" for path, why in errors.items()))
+    texts = itertools.chain(first, itertools.chain.from_iterable(batches))
+    train_tokenizer((t for t in texts if not is_candidate(text_hash(t))), vocab_size, normalisation, partial)
     tokenizer = Tokenizer(partial / "tokenizer.json")
     vocab_seconds = time.perf_counter() - start
     total_bytes = sum(map(raw_size, files))
     estimate(first, tokenizer, total_bytes, partial)
+    errors.clear()  # what the vocabulary's pass met, the next will meet again
     count = write_rows(tokenizer, paths, total_bytes, partial, errors)
 
-    names = ("tokenizer.json", "train.bin", "val.bin")
-    meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16", "settings": settings, "counts": count}
-    meta |= {"errors": errors, "sha256": {n: sha256(partial / n) for n in names}}
-    (partial / "meta.json").write_text(json.dumps(meta, indent=2))
-    for path in partial.iterdir():
-        with open(path, "rb") as f:
+    meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16", "settings": wanted, "counts": count}
+    meta |= {"errors": errors, "sha256": {}}
+    for path in sorted(partial.iterdir()):
+        with open(path, "r+b") as f:
+            meta["sha256"][path.name] = hashlib.file_digest(f, "sha256").hexdigest()
             os.fsync(f.fileno())
+    with open(partial / "meta.json", "w") as f:
+        json.dump(meta, f, indent=2)
+        f.flush()
+        os.fsync(f.fileno())
     if goal.exists():
         goal.rmdir()  # empty, as claim() saw: Windows renames onto nothing else
     os.rename(partial, goal)
@@ -384,26 +380,27 @@ def main():
 
 def report(count, errors, goal, vocab_seconds, seconds):
     """The summary: what was read, what was kept and why not, what came out, how fast."""
-    rate = count["characters_read"] / 1e6 / (seconds - vocab_seconds)
-    share = count["kept"] / max(1, count["kept"] + count["filtered"])
-    why_dropped = ("filtered", "duplicates", "empty", "held_out_copies")
-    dropped = ", ".join(f"{count[k]} {k.replace('_', ' ')}" for k in why_dropped)
-    print(f"documents   {count['read']} read, {count['kept']} kept, {count['held_out']} held out; dropped: {dropped}")
+    rate, share = count["characters_read"] / 1e6 / (seconds - vocab_seconds), count["kept_share"]
+    dropped = ", ".join(f"{count[k]} {k.replace('_', ' ')}" for k in ("duplicates", "empty", "held_out_copies"))
+    print(f"documents   {count['read']} read, {count['held_out']} held out; dropped: {dropped}")
+    print(f"filter      {share:.1%} kept: {count['kept']} documents, {count['filtered']} dropped")
     print(f"tokens      {count['tokens']:,}, {count['characters'] / count['tokens']:.2f} characters each")
     print(f"rows        {count['rows']:,} to train on, {count['val_rows']:,} held out, of {seq_len} tokens")
     print(f"time        {vocab_seconds:.1f} s for the vocabulary, {seconds - vocab_seconds:.1f} s at {rate:.1f} MB/s")
-    print(f"written     {goal}: {sum(p.stat().st_size for p in goal.iterdir()) / 1e6:.1f} MB")
+    print(f"written     {goal}: {sum(path.stat().st_size for path in goal.iterdir()) / 1e6:.1f} MB")
     if share < 0.8:
-        print(f"WARNING: the filter kept only {share:.0%} of the documents: it is meant for a vocabulary of 32768 and "
-              f"English; --filter_ratio=0 turns it off")  # fmt: skip
+        print("WARNING: less than 80 % were kept: the filter is meant for English and a vocabulary of 32768 entries; "
+              "type a larger --filter_ratio, or 0 for none")  # fmt: skip
     for path, why in errors.items():
         print(f"WARNING: {path} could not be read to its end: {why}")
+    if source in errors:
+        sys.exit(f"the stream broke off: {goal} holds what came before; use it, or delete it and run again")
 
 
 if __name__ == "__main__":
     try:
         main()
     except OSError as e:
-        sys.exit(f"{e.filename or data_dir}: {e.strerror}: nothing finished was written; mend this and run again")
+        sys.exit(f"{e.filename or data_dir}: {e.strerror or e}: nothing finished was written; mend this and run again")
     except KeyboardInterrupt:
         sys.exit("stopped: nothing finished was written; run again to start over")

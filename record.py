@@ -6,9 +6,6 @@
 
 import csv
 import json
-import os
-import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -36,16 +33,14 @@ def open_out(folder, resume):
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def write_run(folder, settings, device, **facts):
-    """Write run.json: every setting, versions, hardware and commit."""
-    import torch
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    hardware = {"system": platform.platform(), "device": f"{device.type}: {name}", "cores": os.cpu_count()}
-    run = {"settings": settings, **facts, **versions, **hardware, "commit": git.stdout.strip() or "unknown"}
-    write_beside(Path(folder) / "run.json", lambda path: path.write_text(json.dumps(run, indent=2)))
+def write_run(folder, settings, facts):
+    """Write run.json: every setting, and facts of machine and model; say what changed since the run began."""
+    path = Path(folder) / "run.json"
+    before = json.loads(path.read_text())["settings"] if path.exists() else settings
+    for key, value in settings.items():
+        if key != "init" and before.get(key) != value:
+            print(f"{key} was {before.get(key)!r} when this run began, and is {value!r} from now on")
+    write_beside(path, lambda path: path.write_text(json.dumps({"settings": settings, **facts}, indent=2)))
 
 
 def write_rows(path, rows, mode):
@@ -78,11 +73,13 @@ def drop_rows_after(folder, step):
 
 def plot(folder):
     """Draw loss.png from log.csv: losses above, learning rate and batch below, against wall clock and tokens."""
+    rows = read_log(folder)
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return print("no loss.png: pip install matplotlib draws one")
-    rows = read_log(folder)
+        rows = []  # train.py says so, once
+    if not rows:
+        return
     unit, per = ("hours", 3600) if rows[-1]["elapsed_s"] > 7200 else ("minutes", 60)
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained", facecolor="white")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -96,7 +93,8 @@ def plot(folder):
     line(top, "val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")
     line(top, "val_loss_15", color="tab:blue", marker="o", ms=3, label="held out, 15 % masked")
     top.set_ylabel("loss (nats per predicted token)")
-    top.legend(frameon=False)
+    if top.lines:
+        top.legend(frameon=False)
     top.grid(alpha=0.25)
     times, tokens = [r["elapsed_s"] / per for r in rows], [r["tokens"] / 1e6 for r in rows]
     if tokens[-1] > 0:

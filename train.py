@@ -88,9 +88,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import model as models
+import machine
 import record
 from data import IGNORE, Rows, draw_masks, held_out, load_meta, load_tokenizer
+from model import MaskedLM, ModelConfig, not_native, save, write_beside
 from tokenizer import CLS, MASK, SEP
 
 MAX_SKIPPED = 50  # unusable steps in a row that end the run; float16 needs some to find its loss scale
@@ -120,29 +121,15 @@ def batch_rows(progress):
 
 def mask_count(progress):
     """Tokens to predict in each row."""
-    return round(seq_len * (mask_rate + (mask_rate_end - mask_rate) * progress))
+    return max(1, round(seq_len * (mask_rate + (mask_rate_end - mask_rate) * progress)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Model and optimisers.
 
 
-def pick_device():
-    """(torch.device, dtype of the matrix products), from the settings or from what this machine does natively."""
-    name = device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind = dtype
-    if kind == "auto" and name == "cuda":
-        kind = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    elif kind == "auto":
-        tests = [getattr(torch.cpu, f, bool) for f in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-        kind = "bfloat16" if name == "cpu" and any(test() for test in tests) else "float32"
-    return torch.device(name), getattr(torch, kind)
-
-
 def build_optimizers(model, device):
-    """[optimizer, …]; each group remembers its peak learning rate as "peak_lr"."""
+    """[optimizer, …]; each of their groups remembers its peak learning rate as "peak_lr"."""
     named = dict(model.named_parameters())
     matrices = {k for k, p in named.items() if optimizer == "muon" and ".layers." in k and p.ndim == 2}
     exempt = {k for k in named if "norm" in k or "bias" in k}
@@ -171,35 +158,6 @@ def make_loss(model, device, amp_dtype):
     return loss
 
 
-def try_compile(loss, batch):
-    """loss compiled, if a first call of it works on this machine; else loss as it is and one line that says so."""
-    if not compile:
-        return loss
-    try:
-        compiled = torch.compile(loss, dynamic=False)
-        compiled(*batch).backward()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:  # no compiler, no Triton, a card too old: whatever inductor raises
-        print(f"torch.compile does not work here, going on without: {str(e).strip().splitlines()[:1]}")
-        return loss
-    return compiled
-
-
-def matmul_rate(device, dtype):
-    """FLOP/s of a large matrix product on this machine right now: the yardstick of MFU."""
-    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 4)
-    a = torch.randn(n, n, device=device).to(dtype)
-    best = math.inf
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(repeats):
-            b = a @ a
-        b[0, 0].item()  # waits until the device is done
-        best = min(best, time.perf_counter() - start)
-    return 2 * n**3 * repeats / best
-
-
 @torch.no_grad()
 def fill_masks(model, tokenizer, sentence):
     """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence."""
@@ -222,7 +180,7 @@ class Run:
     def __init__(self, config, meta, dev, amp_dtype):
         torch.manual_seed(seed)
         self.meta, self.device, self.folder = meta, dev, Path(out_dir)
-        self.model = models.MaskedLM(config).to(dev)
+        self.model = MaskedLM(config).to(dev)
         self.optimizers = build_optimizers(self.model, dev)
         self.scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
         self.loss = make_loss(self.model, dev, amp_dtype)
@@ -237,6 +195,20 @@ class Run:
         self.save_seconds = self.step_seconds = self.before = 0.0
         self.start = self.saved_at = time.monotonic()
         self.stop = False
+
+    def compile(self, batch):
+        """Compile the loss for training and, on a held-out batch, for evaluation; say so where that does not work."""
+        eager, self.loss = self.loss, torch.compile(self.loss, dynamic=False)
+        try:
+            self.loss(*self.micro_batch_at(self.state["row"], mask_count(0))).backward()
+            self.held_out_loss([batch])
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as e:  # no compiler, no Triton, a card too old: whatever inductor raises
+            reason = (str(e).strip() or repr(e)).splitlines()[0]
+            print(f"torch.compile does not work here, going on without it: {reason:.150}")
+            self.loss = eager
+        self.model.zero_grad(set_to_none=True)
 
     def elapsed(self):
         return self.before + time.monotonic() - self.start
@@ -308,6 +280,8 @@ class Run:
     def log(self, **val):
         """Append a row to log.csv: the losses since the last one, averaged, and what the last step used."""
         state, tokens = self.state, self.state["row"] * seq_len
+        if state["logged"] == state["step"]:  # the clock ended the run right after a row: one row a step
+            record.drop_rows_after(self.folder, state["step"] - 1)
         row = {"elapsed_s": self.elapsed(), "step": state["step"], "tokens": tokens, "skipped": state["skipped"],
                "flops": float(tokens * self.flops_per_token), **state["last"], **val}  # fmt: skip
         if state["loss_steps"]:
@@ -315,22 +289,22 @@ class Run:
         record.append_row(self.folder, row)
         state |= {"logged": state["step"], "loss_sum": 0.0, "loss_steps": 0}
 
-    def evaluate(self, sets):
-        """Held-out losses in nats per token, logged; their time, less that of compiling, becomes the reserve."""
-        val, marks = {}, [time.monotonic()]
+    @torch.no_grad()
+    def held_out_loss(self, batches):
+        """Nats per predicted token over batches of data.held_out()."""
         self.model.eval()
-        for rate, batches in sets.items():
-            with torch.no_grad():
-                total = sum(self.loss(*(t.to(self.device) for t in batch)) for batch in batches).item()
-            val[f"val_loss_{rate}"] = total / sum((labels != IGNORE).sum().item() for _, _, labels in batches)
-            marks.append(time.monotonic())
+        total = sum(self.loss(*(t.to(self.device) for t in batch)) for batch in batches).item()
         self.model.train()
-        counts = self.meta["counts"]  # per character of text, so that vocabularies compare
+        return total / sum((labels != IGNORE).sum().item() for _, _, labels in batches)
+
+    def evaluate(self, sets):
+        """Held-out losses, logged; how long they took becomes part of the reserve."""
+        start, counts = time.monotonic(), self.meta["counts"]
+        val = {f"val_loss_{rate}": self.held_out_loss(batches) for rate, batches in sets.items()}
+        # per character of text, so that vocabularies compare
         val["val_nats_per_char"] = val["val_loss_15"] * counts["val_tokens"] / counts["val_characters"]
-        self.state["eval_seconds"] = 2 * (marks[2] - marks[1])
-        compiling = max(0.0, marks[2] - marks[0] - 1.5 * self.state["eval_seconds"])
-        self.seconds["compiling"] += compiling
-        self.seconds["evaluating"] += marks[2] - marks[0] - compiling
+        self.state["eval_seconds"] = time.monotonic() - start
+        self.seconds["evaluating"] += self.state["eval_seconds"]
         self.log(**val)
         return val
 
@@ -343,11 +317,11 @@ class Run:
             "config": asdict(self.model.config), "optimizer": optimizer, "data": self.meta["sha256"]["train.bin"],
         }  # fmt: skip
         try:
-            models.write_beside(self.folder / "ckpt.pt", lambda path: torch.save(checkpoint, path))
-            models.save(self.model, self.folder)
+            write_beside(self.folder / "ckpt.pt", lambda path: torch.save(checkpoint, path))
+            save(self.model, self.folder)
             record.plot(self.folder)
         except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
-            print(f"WARNING: cannot save to {self.folder}, the last checkpoint stands: {str(e).splitlines()[0]:.120}")
+            print(f"WARNING: cannot save to {self.folder}, what was there before stands: {e!r:.150}")
             if required:
                 sys.exit(1)
         self.save_seconds = time.monotonic() - start
@@ -361,7 +335,7 @@ class Run:
             ckpt = torch.load(path, map_location="cpu", weights_only=True)
             theirs = ckpt["config"] | {"optimizer": ckpt["optimizer"]}
         except Exception as e:
-            sys.exit(f"{path} is damaged or no checkpoint of train.py: {str(e).splitlines()[0]:.120}")
+            sys.exit(f"{path} is damaged or no checkpoint of train.py: {type(e).__name__}")
         ours = asdict(self.model.config) | {"optimizer": optimizer}
         wrong = [f"--{k}={theirs.get(k)}" for k in ours if ours[k] != theirs.get(k)]
         if wrong:
@@ -371,7 +345,8 @@ class Run:
         self.model.load_state_dict(ckpt["model"])
         for o, saved in zip(self.optimizers, ckpt["optimizers"], strict=True):
             o.load_state_dict({"state": saved, "param_groups": o.state_dict()["param_groups"]})
-        self.scaler.load_state_dict(ckpt["scaler"])
+        if ckpt["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(ckpt["scaler"])
         self.state, self.before = ckpt["state"], ckpt["elapsed"]
         record.drop_rows_after(self.folder, self.state["step"])
         print(f"resumed at step {self.state['step']:,}, {self.before / 3600:.2f} hours into the run")
@@ -383,10 +358,12 @@ def check_settings():
         "init": ("scratch", "resume"), "optimizer": ("muon", "adamw", "adam"), "device": ("auto", "cuda", "mps", "cpu"),
         "schedule": ("trapezoid", "triangle", "cosine", "linear"), "dtype": ("auto", "bfloat16", "float16", "float32"),
         "seed": (0, 2**20), "max_steps": (0, 2**40), "budget_hours": (0, 1e6), "micro_batch": (1, 2**20),
-        "batch_ramp": (0, 1), "mask_rate": (0.01, 0.9), "mask_rate_end": (0.01, 0.9), "mask_token_share": (0, 1),
-        "random_token_share": (0, 1 - mask_token_share), "warmup": (0, 0.99), "cooldown": (0, 1), "evals": (0, 10**6),
-        "eval_rows": (1, 10**8), "log_every": (1, 10**9), "checkpoint_minutes": (0, 1e6), "grad_clip": (0, 1e9),
-        "seq_len": (8, max_seq_len), "lr": (0, 1e3), "muon_lr": (0, 1e3), "batch_start": (0, batch_size),
+        "batch_size": (1, 2**30), "batch_start": (1, 2**30), "batch_ramp": (0, 1), "seq_len": (8, max_seq_len),
+        "mask_rate": (0.01, 0.9), "mask_rate_end": (0.01, 0.9), "mask_token_share": (0, 1), "grad_clip": (0, 1e9),
+        "random_token_share": (0, round(1 - mask_token_share, 9)), "warmup": (0, 0.99), "cooldown": (0, 1),
+        "lr": (0, 1e3), "muon_lr": (0, 1e3), "weight_decay": (0, 1e3), "muon_weight_decay": (0, 1e3),
+        "beta1": (0, 0.99999), "beta2": (0, 0.99999), "adam_eps": (0, 1), "evals": (0, 10**6),
+        "eval_rows": (1, 10**8), "log_every": (1, 10**9), "checkpoint_minutes": (0, 1e6),
     })  # fmt: skip
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
@@ -394,39 +371,43 @@ def check_settings():
         if rows % micro_batch:
             near = max(1, rows // micro_batch) * micro_batch
             sys.exit(f"{name}={rows} is no multiple of micro_batch={micro_batch}: type for example --{name}={near}")
-    if any(s.count("[MASK]") != 1 for s in samples.split("|")):
+    if samples and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK], and a | stands between two sentences")
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("device=cuda, but torch sees no CUDA device here: type --device=cpu, or install a CUDA build of torch")
+    backends = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if device in backends and not backends[device]():
+        sys.exit(f"device={device}, but this build of torch sees no such device: type --device=auto")
 
 
 def main():
     check_settings()
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     tokenizer = load_tokenizer(data_dir, meta)
-    dev, amp_dtype = pick_device()
+    dev, amp_dtype = machine.pick(device, dtype)
     torch.set_float32_matmul_precision("high")
     try:
-        config = models.ModelConfig(**{f.name: globals()[f.name] for f in fields(models.ModelConfig)})
+        config = ModelConfig(**{f.name: globals()[f.name] for f in fields(ModelConfig)})
     except ValueError as e:
         sys.exit(str(e))
-    run = Run(config, meta, dev, amp_dtype)
+    n_val = meta["counts"]["val_rows"]
+    val_rows = Rows(Path(data_dir) / "val.bin", n_val, seq_len, vocab_size).read(0, min(n_val, eval_rows))
+    run, peak = Run(config, meta, dev, amp_dtype), machine.matmul_rate(dev, amp_dtype)
+    parameters = sum(p.numel() for p in run.model.parameters())
+    facts = {"parameters": parameters, "flops_per_token": run.flops_per_token, "matmul_flops": peak,
+             "amp_dtype": str(amp_dtype), **machine.describe(dev)}  # fmt: skip
     record.open_out(out_dir, init == "resume")
     if init == "resume":
         run.resume()
+    record.write_run(out_dir, {k: globals()[k] for k in settings(__file__)}, facts)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(data_dir) / name, run.folder)
-    n_val = meta["counts"]["val_rows"]
-    val_rows = Rows(Path(data_dir) / "val.bin", n_val, seq_len, vocab_size).read(0, min(n_val, eval_rows))
-    parameters, peak = sum(p.numel() for p in run.model.parameters()), matmul_rate(dev, amp_dtype)
-    facts = {"parameters": parameters, "flops_per_token": run.flops_per_token, "matmul_flops": peak}
-    record.write_run(out_dir, {k: globals()[k] for k in settings(__file__)}, dev, amp_dtype=str(amp_dtype), **facts)
+        write_beside(run.folder / name, lambda path, name=name: shutil.copy(Path(data_dir) / name, path))
     print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} multiplies "
           f"matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
+    if why := not_native(config):
+        print(f"with {why} this is no ModernBERT: model.load() reads the model folder, transformers does not")
 
     def ask_to_stop(number, frame):
-        run.stop = True  # a second signal ends the run the hard way
-        signal.signal(number, signal.SIG_DFL)
+        run.stop = True
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the run the hard way
 
     signal.signal(signal.SIGINT, ask_to_stop)
     signal.signal(signal.SIGTERM, ask_to_stop)
@@ -440,23 +421,29 @@ def train(run, sets, tokenizer, peak):
     run.start = run.saved_at = time.monotonic()
     if run.progress() >= 1:
         sys.exit("this run has used up its budget: type a larger --budget_hours (or --max_steps) to go on")
-    run.loss = try_compile(run.loss, run.micro_batch_at(run.state["row"], mask_count(run.progress())))
-    run.model.zero_grad(set_to_none=True)
-    run.seconds["compiling"] = time.monotonic() - run.start
-    state, first_row, sentences, planned = run.state, run.state["row"], samples.split("|"), False
+    if compile:
+        run.compile(sets[15][0])
+        run.seconds["compiling"] = time.monotonic() - run.start
+    state, first_row, planned = run.state, run.state["row"], False
+    sentences = samples.split("|") if samples else []
+    state["evals_done"] = min(state["evals_done"], int(run.progress() * evals))  # a larger budget takes progress back
     bar = tqdm(total=1.0, disable=None, bar_format="{percentage:3.0f}%|{bar}|{postfix}")
     while not run.stop and (progress := run.progress()) < 1:
         if int(progress * evals) > state["evals_done"]:
             state["evals_done"] = int(progress * evals)
             val = run.evaluate(sets)
-            words = fill_masks(run.model, tokenizer, sentences[state["evals_done"] % len(sentences)])
             bar.write(f"{run.elapsed() / 60:7.1f} min  step {state['step']:6,}  held-out loss {val['val_loss_15']:.3f} "
-                      f"(15 %) {val['val_loss_25']:.3f} (25 %)  {', '.join(w for w, _ in words)}")  # fmt: skip
+                      f"(15 %) {val['val_loss_25']:.3f} (25 %)")  # fmt: skip
+            for sentence in sentences[state["evals_done"] % max(1, len(sentences)) :][:1]:
+                words = ", ".join(word for word, _ in fill_masks(run.model, tokenizer, sentence))
+                bar.write(f"{'':13}{sentence}  {words}")
         elif state["step"] % log_every == 0 and state["step"] > state["logged"]:
             run.log()
-        if not run.save_seconds or time.monotonic() - run.saved_at > checkpoint_minutes * 60:
-            run.save()  # the first one at once: a folder that cannot be written shows now, and the reserve is known
-        if not run.train_step(progress):
+        due = checkpoint_minutes and time.monotonic() - run.saved_at > checkpoint_minutes * 60
+        if not run.save_seconds or (due and progress < 0.98):  # the last 2 % hold the last save
+            run.save()  # the first at once: a folder that cannot be written shows now, and the reserve is known
+        progress = run.progress()
+        if progress >= 1 or not run.train_step(progress):
             continue  # the clock or a signal came between
         speed = (state["row"] - first_row) * seq_len / run.seconds["training"]
         left = (1 - progress) * (run.elapsed() / max(progress, 1e-9) if max_steps else budget_hours * 3600)
@@ -471,7 +458,7 @@ def train(run, sets, tokenizer, peak):
         run.save(required=True)
         print(f"stopped at step {state['step']:,}, after {run.elapsed() / 60:.1f} minutes: --init=resume goes on")
     else:
-        report(run, run.evaluate(sets), tokenizer, peak, first_row)
+        report(run, run.evaluate(sets), sentences, tokenizer, peak, first_row)
 
 
 def plan(run, speed, progress):
@@ -482,7 +469,7 @@ def plan(run, speed, progress):
     return f"{speed:,.0f} tokens/s: the rest holds {steps:,.0f} steps, {tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs"
 
 
-def report(run, val, tokenizer, peak, first_row):
+def report(run, val, sentences, tokenizer, peak, first_row):
     """Save everything, then say what came out, where the time went and what the model has learnt."""
     run.save(required=True)
     state, seconds = run.state, run.seconds
@@ -494,16 +481,23 @@ def report(run, val, tokenizer, peak, first_row):
           f"{state['row'] / run.rows.count:.2f} epochs; {speed:,.0f} tokens/s, "
           f"MFU {speed * run.flops_per_token / peak:.0%}")  # fmt: skip
     print(f"{run.elapsed():.0f} s: " + ", ".join(f"{name} {s:.0f}" for name, s in seconds.items()))
-    for sentence in samples.split("|"):
+    for sentence in sentences:
         top = ", ".join(f"{word} {p:.0%}" for word, p in fill_masks(run.model, tokenizer, sentence))
         print(f"  {sentence}  {top}")
-    print(f"{run.folder}: model.safetensors and config.json (the model), loss.png, log.csv, run.json, ckpt.pt")
+    if not (run.folder / "loss.png").exists():
+        print("no loss.png: pip install matplotlib draws one")
+    print(f"{run.folder}: model.safetensors and config.json (the model), log.csv, run.json, loss.png, ckpt.pt")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except torch.OutOfMemoryError:
-        sys.exit(f"out of memory: type --micro_batch={max(1, micro_batch // 2)}, the batch stays at {batch_size} rows")
+    except KeyboardInterrupt:
+        sys.exit("stopped before the first step")
     except OSError as e:
         sys.exit(f"{e.filename or out_dir}: {e.strerror or e}")
+    except RuntimeError as e:  # torch.OutOfMemoryError is one, and the CPU's allocator raises a plain one
+        if "memory" not in str(e):
+            raise
+        fits = next((n for n in range(micro_batch // 2, 0, -1) if batch_size % n == batch_start % n == 0), 1)
+        sys.exit(f"out of memory: type --micro_batch={fits} (now {micro_batch}); the batch stays at {batch_size} rows")

@@ -10,18 +10,20 @@ val_share = 0.03  # 254 documents only: one in a hundred would be two
 # train.py
 out_dir = "out/tiny"
 budget_hours = 0.05
-n_layer = 4
+n_layer = 3
 n_head = 4
-n_embd = 192
-n_inner = 384
+n_embd = 128
+n_inner = 256
 micro_batch = 32
-batch_size = 64
+batch_size = 32
 batch_start = 32
-optimizer = "adamw"
-lr = 0.002
+# Three minutes are 1,000 steps of 4,096 tokens. Held-out loss at 15 %, one run each: Muon as here 4.15, AdamW alone at
+# 0.006 4.37; with four layers Muon at 0.02 4.32, AdamW at 0.004 4.41; 192 wide with AdamW 4.52.
+muon_lr = 0.03
+lr = 0.006
 schedule = "triangle"
 evals = 6
-eval_rows = 320
+eval_rows = 192
 checkpoint_minutes = 1.0
 compile = False  # half a minute of the three, for a fifth more speed
 samples = "once upon a [MASK] there was a king.|there were tears in her [MASK].|he opened the [MASK] and went out."

@@ -8,7 +8,7 @@ from conftest import ROOT, last_line, script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configurator import configure, settings
+from configurator import assignments, configure, settings
 
 EXAMPLE = '''"""What it does.
 
@@ -112,6 +112,25 @@ def test_help_is_the_config_block_and_needs_no_torch(name):
     probe += f"try: runpy.run_path('{name}', run_name='__main__')\nexcept SystemExit: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip().endswith("False"), done.stderr
+
+
+@pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "config").glob("*.py")))
+def test_our_recipes_set_what_the_scripts_have(recipe, capsys):
+    names = assignments(ROOT / "config" / recipe, strict=True)
+    assert not set(names) - set(settings(ROOT / "train.py")) - set(settings(ROOT / "prepare.py"))
+    for script_name in ("prepare.py", "train.py"):
+        defaults = {k: v for k, (v, _) in settings(ROOT / script_name).items()}
+        namespace = {"__file__": str(ROOT / script_name), "__doc__": "", **defaults}
+        configure(namespace, [str(ROOT / "config" / recipe)])
+        assert all(namespace[k] == v for k, (v, _) in names.items() if k in defaults)
+
+
+def test_only_what_differs_in_the_end_is_printed(example, tmp_path, capsys):
+    recipe = tmp_path / "r.py"
+    recipe.write_text("count = 5\n")
+    configure(example, [str(recipe), "--count=3", "--rate=0.25"])
+    assert capsys.readouterr().out == "rate = 0.25  (default 0.5)\n"
+    assert "no value" in message(example, "--name", "--rate=1")
 
 
 def test_a_typo_on_a_real_script():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,22 +13,24 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SMALL_DATA, SMALL_MODEL, last_line, script
+from conftest import ROOT, SMALL_MODEL, last_line, script
 from safetensors.torch import load_file
 
 from model import load
 from record import COLUMNS, read_log
+from tokenizer import Tokenizer
+from train import fill_masks
 
 
-def train(out, data, **settings):
+def run_train(out, data, **settings):
     return script("train.py", **(SMALL_MODEL | {"data_dir": data, "out_dir": out} | settings))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, data_dir):
-    """The folder and output of an undisturbed run of 30 steps, dropout and Muon and all."""
+    """The folder and output of an undisturbed run of 60 steps, dropout and Muon and all."""
     out = tmp_path_factory.mktemp("run") / "out"
-    done = train(out, data_dir, max_steps=30, dropout=0.1)
+    done = run_train(out, data_dir, max_steps=60, dropout=0.1)
     assert done.returncode == 0, done.stdout
     return out, done.stdout
 
@@ -36,7 +40,7 @@ def test_a_run_leaves_what_it_promises(finished, data_dir):
     names = "ckpt.pt config.json log.csv loss.png model.safetensors run.json tokenizer.json tokenizer_config.json"
     assert sorted(p.name for p in out.iterdir()) == names.split()
     run = json.loads((out / "run.json").read_text())
-    assert run["settings"]["max_steps"] == 30 and run["settings"]["dropout"] == 0.1
+    assert run["settings"]["max_steps"] == 60 and run["settings"]["dropout"] == 0.1
     assert run["torch"] == torch.__version__
     assert run["parameters"] == sum(p.numel() for p in load(out).parameters())
     assert (out / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -45,9 +49,9 @@ def test_a_run_leaves_what_it_promises(finished, data_dir):
     rows = read_log(out)
     assert (out / "log.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
     steps = [row["step"] for row in rows]
-    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 30
-    assert set(range(0, 31, 2)) <= set(steps)
-    assert [row["step"] for row in rows if "val_loss_25" in row] == [0, 15, 30]
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 60
+    assert set(range(0, 61, 2)) <= set(steps)
+    assert [row["step"] for row in rows if "val_loss_25" in row] == [0, 30, 60]
     assert rows[0]["val_loss_15"] == pytest.approx(np.log(600), rel=0.05)
     assert rows[-1]["val_loss_15"] < rows[0]["val_loss_15"]
     counts = json.loads((data_dir / "meta.json").read_text())["counts"]
@@ -62,10 +66,16 @@ def test_the_model_folder_loads_in_transformers(finished):
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     batch = tokenizer(["once upon a [MASK].", "the [MASK] of the house was open, and nobody came."],
                       padding=True, return_tensors="pt")  # fmt: skip
+    ours = load(out)
     with torch.no_grad():
-        ours = load(out)(batch["input_ids"], attention_mask=batch["attention_mask"])
-        theirs = model(**batch).logits
-    assert (ours - theirs)[batch["attention_mask"].bool()].abs().max() < 1e-5 * ours.abs().max()
+        logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"])
+        difference = logits - model(**batch).logits
+    assert difference[batch["attention_mask"].bool()].abs().max() < 1e-5 * logits.abs().max()
+    pipe = transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
+    for sentence in ("once upon a [MASK].", "[MASK] was very tired", "she said [MASK], and \"no\"."):
+        words = fill_masks(ours, Tokenizer(out / "tokenizer.json"), sentence)
+        assert [w for w, _ in words] == [answer["token_str"].strip() for answer in pipe(sentence)]
+        assert [p for _, p in words] == pytest.approx([answer["score"] for answer in pipe(sentence)], rel=1e-4)
 
 
 def weights(out):
@@ -77,9 +87,9 @@ def same(a, b):
 
 
 def test_a_run_is_a_function_of_its_settings(finished, tmp_path, data_dir):
-    assert train(tmp_path / "again", data_dir, max_steps=30, dropout=0.1).returncode == 0
+    assert run_train(tmp_path / "again", data_dir, max_steps=60, dropout=0.1).returncode == 0
     assert same(weights(tmp_path / "again"), weights(finished[0]))
-    assert train(tmp_path / "other", data_dir, max_steps=30, dropout=0.1, seed=1).returncode == 0
+    assert run_train(tmp_path / "other", data_dir, max_steps=60, dropout=0.1, seed=1).returncode == 0
     assert not same(weights(tmp_path / "other"), weights(finished[0]))
 
 
@@ -96,60 +106,73 @@ def run_until(out, data_dir, signal_number, min_step, **settings):
 
 def test_a_stopped_and_a_killed_run_resume_bit_for_bit(finished, tmp_path, data_dir):
     """SIGTERM at a random moment, then kill -9 at another, then to the end: as if nothing had happened."""
-    out, settings = tmp_path / "out", {"max_steps": 30, "dropout": 0.1}
+    out, settings = tmp_path / "out", {"max_steps": 60, "dropout": 0.1}
     status, printed = run_until(out, data_dir, signal.SIGTERM, 8, **settings)
     assert status == 0 and "--init=resume goes on" in printed
-    status, _ = run_until(out, data_dir, signal.SIGKILL, 18, init="resume", checkpoint_minutes=0.0, **settings)
+    status, _ = run_until(out, data_dir, signal.SIGKILL, 30, init="resume", checkpoint_minutes=1e-9, **settings)
     assert status == -signal.SIGKILL
-    done = train(out, data_dir, init="resume", **settings)
+    done = run_train(out, data_dir, init="resume", **settings)
     assert done.returncode == 0 and "resumed at step" in done.stdout, done.stdout
     assert same(weights(out), weights(finished[0]))
     rows, reference = read_log(out), read_log(finished[0])
     assert [row["step"] for row in rows] == [row["step"] for row in reference]
     for ours, theirs in zip(rows, reference, strict=True):
         assert ours["elapsed_s"] >= 0 and ours | {"elapsed_s": 0} == theirs | {"elapsed_s": 0}
-    over = train(out, data_dir, init="resume", **settings)
-    assert over.returncode == 1 and "used up its budget" in last_line(over)
 
 
-def test_resuming_something_else_is_one_line(finished, tmp_path, data_dir, corpus):
-    import shutil
-
+def test_a_larger_budget_continues_a_finished_run(finished, tmp_path, data_dir):
     out = shutil.copytree(finished[0], tmp_path / "out")
-    other = train(out, data_dir, init="resume", max_steps=40, n_layer=3)
-    assert other.returncode == 1 and "type --n_layer=2" in last_line(other)
-    other = train(out, data_dir, init="resume", max_steps=40, optimizer="adamw")
-    assert other.returncode == 1 and "type --dropout=0.1 --optimizer=muon" in last_line(other)
-    script("prepare.py", source=corpus, data_dir=tmp_path / "data", **SMALL_DATA | {"order": "curriculum"})
-    other = train(out, tmp_path / "data", init="resume", max_steps=40, dropout=0.1)
-    assert other.returncode == 1 and "is not the data that" in last_line(other)
-    (out / "ckpt.pt").write_bytes((out / "ckpt.pt").read_bytes()[:1000])
-    damaged = train(out, data_dir, init="resume", max_steps=40, dropout=0.1)
-    assert damaged.returncode == 1 and "is damaged or no checkpoint" in last_line(damaged)
+    done = run_train(out, data_dir, init="resume", max_steps=120, dropout=0.1, evals=4)
+    assert done.returncode == 0 and "max_steps was 60 when this run began, and is 120 from now on" in done.stdout
+    rows = read_log(out)
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    assert [row["step"] for row in rows if "val_loss_15" in row] == [0, 30, 60, 90, 120]
+
+
+def test_resuming_something_else_is_one_line(finished, tmp_path, data_dir, train, monkeypatch):
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    other_data = shutil.copytree(data_dir, tmp_path / "data")
+    meta = (other_data / "meta.json").read_text()
+    (other_data / "meta.json").write_text(meta.replace('"train.bin": "', '"train.bin": "0'))
+    cases = [
+        ({"n_layer": 3}, "type --n_layer=2"),
+        ({"optimizer": "adamw", "dropout": 0.0}, "type --dropout=0.1 --optimizer=muon"),
+        ({"data_dir": str(other_data)}, "is not the data that"),
+        ({"max_steps": 60}, "used up its budget: type a larger --budget_hours (or --max_steps)"),
+    ]
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
+    for values, message in [*cases, ({}, "is damaged or no checkpoint"), ({}, "is damaged or no checkpoint")]:
+        if not values:
+            (out / "ckpt.pt").write_bytes((out / "ckpt.pt").read_bytes()[:1000] if len(cases) else b"")
+            cases = []
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
+            for name, value in ({"init": "resume", "max_steps": 80, "dropout": 0.1} | values).items():
+                patch.setattr(train, name, value)
+            train.main()
+        assert message in str(e.value) and "\n" not in str(e.value)
 
 
 def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, data_dir):
-    import shutil
-
     out = shutil.copytree(finished[0], tmp_path / "out")
-    seconds = 12.0
-    done = train(out, data_dir, budget_hours=seconds / 3600, dtype="auto", max_steps=0)
+    seconds = 16
+    done = run_train(out, data_dir, budget_hours=seconds / 3600, dtype="auto", max_steps=0)
     assert done.returncode == 0, done.stdout
     assert f"{out} held a run already: moved it to {out}.1" in done.stdout
     assert same(weights(tmp_path / "out.1"), weights(finished[0])) and not same(weights(out), weights(finished[0]))
-    assert 0.5 * seconds < read_log(out)[-1]["elapsed_s"] <= seconds
+    (whole,) = re.findall(r"^(\d+) s: training", done.stdout, re.MULTILINE)  # the last save and all
+    assert 0.5 * seconds < int(whole) <= seconds
+    assert "tokens/s: the rest holds" in done.stdout
     assert read_log(out)[-1]["lr"] < 0.1 * max(row.get("lr", 0) for row in read_log(out))
-    assert "tokens/s: the rest holds" in done.stdout or read_log(out)[-1]["elapsed_s"] < 11
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root writes everywhere")
 def test_an_unwritable_folder_is_one_line(tmp_path, data_dir):
     (tmp_path / "locked").mkdir(mode=0o500)
-    done = train(tmp_path / "locked" / "out", data_dir, max_steps=2)
+    done = run_train(tmp_path / "locked" / "out", data_dir, max_steps=2)
     assert done.returncode == 1 and "Permission denied" in last_line(done)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, data_dir):
     (tmp_path / "file").write_text("x")
-    done = train(tmp_path / "file" / "out", data_dir, max_steps=2)
+    done = run_train(tmp_path / "file" / "out", data_dir, max_steps=2)
     assert done.returncode == 1 and "Not a directory" in last_line(done) and "Traceback" not in done.stdout

@@ -1,18 +1,21 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 import transformers
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from configurator import assignments
 from model import Classifier, MaskedLM, ModelConfig, load, not_native, save
 
 SMALL = dict(vocab_size=90, max_seq_len=40, n_layer=3, n_head=2, n_embd=32, n_inner=24)
-CRAMMED = dict(max_seq_len=128, position="sinusoidal", first_attn_norm=True, head_transform=False, norm_bias=True,
-               decoder_bias=False, norm_eps=1e-12)  # fmt: skip
+RECIPE = {name: value for name, (value, _) in assignments(ROOT / "config/crammed.py", strict=True).items()}
+CRAMMED = {name: value for name, value in RECIPE.items() if name in {f.name for f in dataclasses.fields(ModelConfig)}}
 BERT = dict(n_layer=12, n_inner=3072, activation="gelu", position="learned", post_norm=True, final_norm=False,
             linear_bias=True, norm_bias=True, token_types=2, norm_eps=1e-12)  # fmt: skip
 
@@ -182,12 +185,12 @@ def test_what_is_native_is_said():
 
 
 def test_broken_folders_and_impossible_sizes_are_one_line(tmp_path):
-    with pytest.raises(ValueError, match="not found: name the out_dir"):
+    with pytest.raises(ValueError, match=r"no model folder .* name the out_dir"):
         load(tmp_path)
     save(random_model(), tmp_path)
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ValueError, match="is not a model folder"):
+    with pytest.raises(ValueError, match="is no model folder"):
         load(tmp_path)
     for wrong, hint in (({"n_head": 3}, "try 30"), ({"activation": "swish"}, "choose one of geglu"),
                         ({"n_layer": 0}, "at least 1"), ({"dropout": 1.0}, "dropout"), ({"position": ""}, "rope")):

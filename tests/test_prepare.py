@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from prepare import SeenHashes, pack, text_hash
+import prepare as module
+from prepare import SeenHashes, join_lines, pack, text_hash
 from tokenizer import CLS, SEP
 
 
@@ -106,7 +108,7 @@ def test_curriculum_and_filter_leave_the_held_out_rows_alone(tmp_path, corpus, d
     limit = ratios[len(ratios) // 2]
     meta, printed = prepare(tmp_path / "filtered", corpus, filter_ratio=limit)
     assert 0 < meta["counts"]["filtered"] < len(train)
-    assert "WARNING: the filter kept only" in printed
+    assert "WARNING: less than 80 % were kept" in printed
     for name in ("sorted", "filtered"):
         assert (tmp_path / name / "val.bin").read_bytes() == (data_dir / "val.bin").read_bytes()
 
@@ -128,7 +130,9 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, corpus, data_dir):
         f.write(corpus.read_text())
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"id": 1, "body": t}) + "\n" for t in texts))
     pyarrow.parquet.write_table(pyarrow.table({"x": range(len(texts)), "body": texts}), tmp_path / "c.parquet")
-    for name in ("a.txt.gz", "b.jsonl", "c.parquet"):
+    with gzip.open(tmp_path / "d.jsonl.gz", "wb") as f:
+        f.write((tmp_path / "b.jsonl").read_bytes())
+    for name in ("a.txt.gz", "b.jsonl", "c.parquet", "d.jsonl.gz"):
         prepare(tmp_path / name[0], tmp_path / name, text_column="body")
         for file in ("tokenizer.json", "train.bin", "val.bin"):
             assert (tmp_path / name[0] / file).read_bytes() == (data_dir / file).read_bytes(), name
@@ -151,8 +155,30 @@ def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir):
 def test_limits(tmp_path, corpus):
     few, _ = prepare(tmp_path / "few", corpus, max_docs=30)
     assert few["counts"]["read"] == 30
-    short, _ = prepare(tmp_path / "short", corpus, max_tokens=5000)
-    assert 5000 <= short["counts"]["tokens"] < 5000 + 3000
+    short, _ = prepare(tmp_path / "short", corpus, max_tokens=40000)
+    assert 40000 <= short["counts"]["tokens_read"] < 40000 + 3000
+    assert short["counts"]["tokens_read"] == short["counts"]["tokens"] + short["counts"]["val_tokens"]
+
+
+def test_a_limit_on_tokens_holds_out_the_same_whatever_the_filter(tmp_path, corpus, data_dir):
+    train, _ = documents_and_reference(corpus, data_dir)
+    median = sorted(len(ids) / len(text) for text, ids in train)[len(train) // 2]
+    for name, ratio in (("loose", 0.0), ("strict", median)):
+        meta, _ = prepare(tmp_path / name, corpus, filter_ratio=ratio, max_tokens=40000)
+        assert (meta["counts"]["filtered"] > 0) == (name == "strict")
+    assert (tmp_path / "loose" / "val.bin").read_bytes() == (tmp_path / "strict" / "val.bin").read_bytes()
+
+
+@given(st.lists(st.sampled_from(["a", "bb", "", "  "])))
+def test_blank_lines_end_documents(lines):
+    ours = [d.strip() for d in join_lines(lines) if d.strip()]
+    theirs = [p.strip() for p in re.split(r"\n[ \n]*\n", "\n".join(lines)) if p.strip()]
+    assert ours == theirs
+
+
+def test_a_text_without_blank_lines_is_cut(monkeypatch):
+    monkeypatch.setattr(module, "MAX_DOCUMENT", 10)
+    assert [d.split("\n") for d in join_lines(["abcd"] * 7)] == [["abcd"] * 3, ["abcd"] * 3, ["abcd"]]
 
 
 def test_a_killed_run_leaves_nothing_finished_and_the_next_one_completes(tmp_path, corpus, data_dir):
@@ -194,12 +220,13 @@ def test_slips_are_one_line(tmp_path, corpus):
         (dict(source=tmp_path / "*.csv"), "no file matches"),
         (dict(source=tmp_path / "nowhere.txt"), "no file matches"),
         (dict(source=tmp_path / "a.doc"), "is of no known kind"),
-        (dict(source=tmp_path / "empty.txt"), "the text yields a vocabulary of only"),
+        (dict(source=tmp_path / "empty.txt"), "no text in"),
+        (dict(source="nobody/nothing"), "no text in nobody/nothing; nobody/nothing: "),
         (dict(source=tmp_path / "short.txt"), "the text yields a vocabulary of only"),
         (dict(source=tmp_path / "short.txt", vocab_size=261, val_share=1e-9), "fewer than one row of 128"),
         (dict(source=corpus, val_share=1e-8), "type --val_share=1e-07"),
         (dict(source=corpus, vocab_size=70000), "vocab_size=70000 cannot work"),
-        (dict(source=corpus, order="random"), "order=random cannot work: it must be one of shuffle, curriculum"),
+        (dict(source=corpus, order="random"), "order=random cannot work: it must be shuffle or curriculum"),
         (dict(source=corpus, data_dir=mine), "is no data set of prepare.py"),
         (dict(source=corpus, data_dir=tmp_path / "strange"), "files that prepare.py did not write"),
         (dict(source=corpus, data_dir=corpus / "below"), "Not a directory"),

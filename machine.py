@@ -1,0 +1,54 @@
+"""What this machine is: the device, the precision it does natively, how fast it multiplies matrices, its versions.
+
+    python -c "import machine; print(machine.pick('auto', 'auto'))"
+    python -c "import machine; print(machine.describe(machine.pick('auto', 'auto')[0]))"
+"""
+
+import math
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+def pick(device, dtype):
+    """(torch.device, torch.dtype of the matrix products) for two settings; "auto" takes the best native one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if dtype == "auto" and device == "cuda":
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    elif dtype == "auto":
+        tests = [getattr(torch.cpu, name, bool) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+        dtype = "bfloat16" if device == "cpu" and any(test() for test in tests) else "float32"
+    return torch.device(device), getattr(torch, dtype)
+
+
+def matmul_rate(device, dtype):
+    """FLOP/s of a large matrix product on this machine right now: the yardstick of MFU."""
+    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 4)
+    a = torch.randn(n, n, device=device).to(dtype)
+    best = math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            b = a @ a
+        b[0, 0].item()  # waits until the device is done
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 * repeats / best
+
+
+def describe(device):
+    """Versions, hardware and the commit of this code, as a dict of strings and numbers."""
+    try:
+        here = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], **here).stdout.strip()
+    except OSError:  # no git
+        commit = ""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    hardware = {"system": platform.platform(), "device": f"{device.type}: {name}", "cores": os.cpu_count()}
+    return {**versions, **hardware, "threads": torch.get_num_threads(), "commit": commit or "unknown"}

@@ -1,7 +1,6 @@
-"""A script's module-level globals are its settings; recipe files and the command line set them, literals only.
+"""A script's module-level globals are its settings; recipe files and flags set them, with literals only, in order.
 
-    python train.py --help                                          # the settings with their defaults
-    python train.py config/tiny.py --budget_hours=0.1 --seed 2      # recipes and flags in order; the last one wins
+    python train.py config/tiny.py --budget_hours=0.1 --seed 2      (python train.py --help shows all settings)
 """
 
 import ast
@@ -53,7 +52,7 @@ def configure(namespace, argv=None):
             asked += [(f"{name}, line {n}", k, v) for k, (v, n) in assignments(name + equals + text, True).items()]
             continue
         if not equals and (not args or args[0].startswith("--")):
-            sys.exit(f"{name} has no value: write {name}=VALUE (python {script.name} --help shows the defaults)")
+            sys.exit(f"{name} has no value: write {name}=VALUE")
         value = text if equals else args.pop(0)
         if not isinstance(block.get(name[2:], ("",))[0], str):  # strings are taken as they were typed
             with contextlib.suppress(*NOT_LITERAL):

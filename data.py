@@ -106,12 +106,13 @@ def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
 def held_out(rows, batch):
     """{rate: [(ids, positions, labels), …]} of held-out rows (N, T) with 15 % and 25 % of their tokens [MASK].
 
-    The masks depend on nothing but N and T, so losses compare between runs of any recipe. Both rates share positions
-    and shapes, so one static graph serves both. The last batch is filled up with rows without labels.
+    The masks of a row depend on its number and T alone, so losses compare between runs of any recipe with equal N. Both
+    rates share positions and shapes: one static graph serves both. Rows without labels fill up the last batch.
     """
     N, T = rows.shape
     k = round(0.25 * T)
-    positions = torch.rand(N, T - 1, generator=torch.Generator().manual_seed(0)).topk(k).indices + 1
+    generator = torch.Generator().manual_seed(0)
+    positions = torch.stack([torch.rand(T - 1, generator=generator).topk(k).indices for _ in range(N)]) + 1  # (N, k)
     tokens = rows.gather(1, positions)
     batch = min(batch, N)
     fill = torch.arange(N + -N % batch) % N  # row numbers, a few repeated at the end

@@ -45,7 +45,7 @@ def describe(device):
     """Versions, hardware and the commit of this code, as a dict of strings and numbers."""
     try:
         here = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], **here).stdout.strip()
+        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], **here).stdout.strip()
     except OSError:  # no git
         commit = ""
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()

@@ -1,6 +1,5 @@
 """The whole model: embeddings, transformer blocks, masked-language-model head, classifier head, save and load.
 
-    python -c "import model; print(model.MaskedLM(model.ModelConfig()))"
     python -c "import model; print(model.load('out/tiny').config)"
     python -c "from transformers import AutoModelForMaskedLM as M; print(M.from_pretrained('out/tiny'))"
 
@@ -47,12 +46,10 @@ class ModelConfig:
 
     def __post_init__(self):
         """Raise ValueError, naming the field and a value that works, for sizes that cannot be built."""
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(choices)}")
-        for name in ("vocab_size", "max_seq_len", "n_layer", "n_head", "n_embd", "n_inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in (name for name, choices in CHOICES.items() if getattr(self, name) not in choices):
+            raise ValueError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(CHOICES[name])}")
+        if min(self.vocab_size, self.max_seq_len, self.n_layer, self.n_head, self.n_embd, self.n_inner) < 1:
+            raise ValueError("vocab_size, max_seq_len, n_layer, n_head, n_embd and n_inner must be at least 1")
         if self.n_embd % (2 * self.n_head):
             near = max(1, round(self.n_embd / (2 * self.n_head))) * 2 * self.n_head
             raise ValueError(f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}: try {near}")
@@ -232,9 +229,8 @@ class MaskedLM(nn.Module):
     def flops_per_token(self, seq_len, predicted):
         """FLOPs per token of forward and backward on rows of T = seq_len tokens, `predicted` of them decoded.
 
-        6 · (W + H · predicted / T) + 12 · L · T · C, with W matrix weights in the blocks and H in head and decoder
-        (arXiv 2001.08361, section 2.1; attention is not causal here). Norms, biases and optimiser are not counted.
-        """
+        6 · (W + H · predicted / T) + 12 · L · T · C with W matrix weights in the blocks, H in head and decoder (arXiv
+        2001.08361, section 2.1, but attention not causal). Norms, biases and optimiser are not counted."""
         W = sum(p.numel() for p in self.model.layers.parameters() if p.ndim == 2)
         H = self.decoder.weight.numel() + sum(p.numel() for p in self.head.parameters() if p.ndim == 2)
         return 6 * (W + H * predicted / seq_len) + 12 * self.config.n_layer * seq_len * self.config.n_embd
@@ -306,8 +302,7 @@ def to_folder_keys(state, config):
 
 
 def from_folder_keys(state, config):
-    """The inverse of to_folder_keys."""
-    state = dict(state)
+    """The inverse of to_folder_keys; takes the dict apart."""
     for key in [k for k in state if ".attn.Wqkv." in k]:
         for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
             state[key.replace("Wqkv", name)] = part
@@ -322,9 +317,9 @@ def save(model, folder):
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = to_folder_keys(model.state_dict(), model.config)
-    state = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
-    weights = safetensors.torch.save(state, metadata={"format": "pt"})
+    state = to_folder_keys(model.state_dict(), model.config).items()
+    weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state}
+    weights = safetensors.torch.save(weights, metadata={"format": "pt"})
     write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
     write_beside(folder / "model.safetensors", lambda p: p.write_bytes(weights))
 
@@ -332,23 +327,24 @@ def save(model, folder):
 def write_beside(path, write):
     """Call write(temporary path), bring the bytes to the disk, then rename: readers see the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with open(temporary, "r+b") as f:
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        with open(temporary, "r+b") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # a failed write must not keep the disk full
 
 
 def load(folder, device="cpu"):
     """The MaskedLM saved in folder, in evaluation mode. Raises ValueError with what is wrong and what to type."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder = Path(folder)
     try:
-        config = ModelConfig(**json.loads((folder / "config.json").read_text())["nanocram"])
+        config = ModelConfig(**json.loads((Path(folder) / "config.json").read_text())["nanocram"])
         model = MaskedLM(config)
-        model.load_state_dict(from_folder_keys(load_file(folder / "model.safetensors"), config))
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as e:
+        model.load_state_dict(from_folder_keys(load_file(Path(folder) / "model.safetensors"), config))
+    except Exception as e:  # there are many ways to be broken
         raise ValueError(f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}") from None
     return model.to(device).eval()
 

@@ -44,10 +44,9 @@ dedup = False                             # drop exact copies of earlier documen
 order = "shuffle"                         # shuffle | curriculum: rows with most sentence ends first (paper 4.4)
 val_share = 0.01                          # share of documents held out for val.bin, chosen by a hash of their text
 val_tokens = 1000000                      # at most this many tokens are held out; later candidates go to train.bin
-# this machine
 threads = 0                               # tokenizer threads, 0 = one per core; the result does not depend on it
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
     configure(globals())
 
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -261,7 +260,6 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
         if (max_docs and count["read"] >= max_docs) or (max_tokens and count["tokens_read"] >= max_tokens):
             break
     bar.close()
-
     rows, rest = pack(np.concatenate([*train, np.zeros(0, np.uint16)]), seq_len)
     spread(rows, folder, rng, is_end)
     gather(folder, rng)
@@ -277,12 +275,6 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
     if not count["val_rows"]:
         sys.exit(f"less than a row fell into the held-out share: type --val_share={min(0.5, 10 * val_share):g}")
     return count
-
-
-def settings_of(files):
-    """All that the result depends on: two data sets with equal settings are equal."""
-    names = [name for name in settings(__file__) if name not in ("data_dir", "threads")]
-    return {name: globals()[name] for name in names} | {"files": [[f, os.path.getsize(f)] for f in files]}
 
 
 def claim(goal, wanted):
@@ -344,10 +336,10 @@ def main():
     })  # fmt: skip
     files = source_files(source)
     goal = Path(data_dir)
-    wanted = settings_of(files)
+    wanted = {name: globals()[name] for name in settings(__file__) if name not in ("data_dir", "threads")}
+    wanted["files"] = [[f, os.path.getsize(f)] for f in files]  # two data sets with equal settings and files are equal
     partial = claim(goal, wanted)
     paths, errors = files or [""], {}
-
     print(f"training a vocabulary of {vocab_size} entries on up to {vocab_sample_mb} MB of {source}", flush=True)
     batches = documents(paths, errors, limit=vocab_sample_mb * 10**6 // len(paths))
     first = next((batch for batch in batches if batch), None)
@@ -359,7 +351,9 @@ def main():
     vocab_seconds = time.perf_counter() - start
     total_bytes = sum(map(raw_size, files))
     estimate(first, tokenizer, total_bytes, partial)
-    errors.clear()  # what the vocabulary's pass met, the next will meet again
+    if source in errors:
+        sys.exit(f"the stream broke off early, run again: {errors[source]}")
+    errors.clear()  # files that could not be read will be met again
     count = write_rows(tokenizer, paths, total_bytes, partial, errors)
 
     meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16", "settings": wanted, "counts": count}

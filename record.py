@@ -6,6 +6,7 @@
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -34,12 +35,12 @@ def open_out(folder, resume):
 
 
 def write_run(folder, settings, facts):
-    """Write run.json: every setting, and facts of machine and model; say what changed since the run began."""
+    """Write run.json: every setting, and facts of machine and model; say what a resume changes."""
     path = Path(folder) / "run.json"
     before = json.loads(path.read_text())["settings"] if path.exists() else settings
     for key, value in settings.items():
         if key != "init" and before.get(key) != value:
-            print(f"{key} was {before.get(key)!r} when this run began, and is {value!r} from now on")
+            print(f"{key} was {before.get(key)!r} until now, and is {value!r} from now on")
     write_beside(path, lambda path: path.write_text(json.dumps({"settings": settings, **facts}, indent=2)))
 
 
@@ -53,7 +54,14 @@ def write_rows(path, rows, mode):
 
 
 def append_row(folder, row):
-    write_rows(Path(folder) / "log.csv", [row], "a")
+    """Append one row to log.csv, or raise OSError and leave it as it was."""
+    path = Path(folder) / "log.csv"
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        write_rows(path, [row], "a")
+    except OSError:
+        os.truncate(path, size)
+        raise
 
 
 def read_log(folder):

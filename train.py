@@ -9,6 +9,7 @@ out_dir gets log.csv, run.json, loss.png, ckpt.pt and a model folder that loads 
 """
 
 import math
+import os
 import shutil
 import signal
 import sys
@@ -39,7 +40,7 @@ random_token_share = 0.0        # ... and 0.1 for this: the share that becomes a
 optimizer = "muon"              # muon: torch's Muon on the blocks' matrices, AdamW on the rest | adamw | adam
 muon_lr = 0.02                  # peak learning rate of Muon, in its own scale ("original")
 muon_weight_decay = 0.05        # decoupled, of Muon's matrices
-lr = 0.004                      # peak learning rate of AdamW and Adam; with adamw on everything 0.001 is the paper's
+lr = 0.004                      # peak learning rate of AdamW and Adam, as in log.csv; the paper, with AdamW only, 0.001
 weight_decay = 0.0              # of AdamW (decoupled) and Adam (coupled), norms and biases exempt; the paper has 0.01
 beta1 = 0.9                     # of AdamW and Adam
 beta2 = 0.95                    # of AdamW and Adam; the paper has 0.98
@@ -81,7 +82,7 @@ log_every = 10                  # optimiser steps per row of log.csv
 checkpoint_minutes = 10.0       # between checkpoints
 samples = "the capital of france is [MASK].|she opened the [MASK] and read the letter.|water [MASK] at 100 degrees."
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
     configure(globals())
 
 import numpy as np
@@ -96,12 +97,11 @@ from tokenizer import CLS, MASK, SEP
 
 MAX_SKIPPED = 50  # unusable steps in a row that end the run; float16 needs some to find its loss scale
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Everything that changes over the run is a function of progress in [0, 1].
 
 
 def lr_scale(progress):
-    """Learning rate as a share of its peak; exactly 0 at the end."""
+    """Learning rate as a share of its peak; exactly 0 at the end, unless a trapezoid has no cooldown."""
     rise = progress / warmup if progress < warmup else 1.0
     if schedule == "triangle":  # the paper's: from a quarter up to the peak at 3/4, then down
         return min(0.25 + progress, 4 - 4 * progress)
@@ -122,10 +122,6 @@ def batch_rows(progress):
 def mask_count(progress):
     """Tokens to predict in each row."""
     return max(1, round(seq_len * (mask_rate + (mask_rate_end - mask_rate) * progress)))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Model and optimisers.
 
 
 def build_optimizers(model, device):
@@ -168,10 +164,6 @@ def fill_masks(model, tokenizer, sentence):
     model.train()
     top = logits[0, 0].float().softmax(-1).topk(3)
     return [(tokenizer.decode([i]).strip(), p) for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The run.
 
 
 class Run:
@@ -267,7 +259,7 @@ class Run:
             state["skipped_in_row"] += 1
         self.scaler.update()
         self.model.zero_grad(set_to_none=True)
-        state["last"] = {"lr": (muon_lr if optimizer == "muon" else lr) * lr_scale(progress), "loss": loss,
+        state["last"] = {"lr": lr * lr_scale(progress), "loss": loss,
                          "grad_norm": norm, "batch_size": n_micro * micro_batch,
                          "mask_rate": n_mask / seq_len}  # fmt: skip
         self.step_seconds = time.monotonic() - start
@@ -278,15 +270,18 @@ class Run:
         return True
 
     def log(self, **val):
-        """Append a row to log.csv: the losses since the last one, averaged, and what the last step used."""
+        """Append a row to log.csv: the mean loss since the last one, and what the last step used."""
         state, tokens = self.state, self.state["row"] * seq_len
+        if state["loss_steps"]:
+            state["last"]["loss"] = state["loss_sum"] / state["loss_steps"]
         if state["logged"] == state["step"]:  # the clock ended the run right after a row: one row a step
             record.drop_rows_after(self.folder, state["step"] - 1)
         row = {"elapsed_s": self.elapsed(), "step": state["step"], "tokens": tokens, "skipped": state["skipped"],
                "flops": float(tokens * self.flops_per_token), **state["last"], **val}  # fmt: skip
-        if state["loss_steps"]:
-            row["loss"] = state["loss_sum"] / state["loss_steps"]
-        record.append_row(self.folder, row)
+        try:
+            record.append_row(self.folder, row)
+        except OSError as e:
+            print(f"WARNING: cannot write to {self.folder}/log.csv, going on without: {e!r:.120}")
         state |= {"logged": state["step"], "loss_sum": 0.0, "loss_steps": 0}
 
     @torch.no_grad()
@@ -387,9 +382,8 @@ def main():
     try:
         config = ModelConfig(**{f.name: globals()[f.name] for f in fields(ModelConfig)})
     except ValueError as e:
-        sys.exit(str(e))
-    n_val = meta["counts"]["val_rows"]
-    val_rows = Rows(Path(data_dir) / "val.bin", n_val, seq_len, vocab_size).read(0, min(n_val, eval_rows))
+        sys.exit(e)
+    val = Rows(Path(data_dir) / "val.bin", meta["counts"]["val_rows"], seq_len, vocab_size)
     run, peak = Run(config, meta, dev, amp_dtype), machine.matmul_rate(dev, amp_dtype)
     parameters = sum(p.numel() for p in run.model.parameters())
     facts = {"parameters": parameters, "flops_per_token": run.flops_per_token, "matmul_flops": peak,
@@ -397,9 +391,11 @@ def main():
     record.open_out(out_dir, init == "resume")
     if init == "resume":
         run.resume()
+    if run.progress() >= 1:
+        sys.exit("this run has used up its budget: type a larger --budget_hours (or --max_steps) to go on")
     record.write_run(out_dir, {k: globals()[k] for k in settings(__file__)}, facts)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        write_beside(run.folder / name, lambda path, name=name: shutil.copy(Path(data_dir) / name, path))
+        write_beside(run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
     print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} multiplies "
           f"matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
     if why := not_native(config):
@@ -407,11 +403,12 @@ def main():
 
     def ask_to_stop(number, frame):
         run.stop = True
-        signal.signal(number, signal.SIG_DFL)  # a second signal ends the run the hard way
+        os.write(2, b"\nstopping and saving; once more ends the run at once\n")
+        signal.signal(number, signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, ask_to_stop)
     signal.signal(signal.SIGTERM, ask_to_stop)
-    train(run, held_out(val_rows, micro_batch), tokenizer, peak)
+    train(run, held_out(val.read(0, min(val.count, eval_rows)), micro_batch), tokenizer, peak)
 
 
 def train(run, sets, tokenizer, peak):
@@ -419,8 +416,6 @@ def train(run, sets, tokenizer, peak):
     from tqdm import tqdm
 
     run.start = run.saved_at = time.monotonic()
-    if run.progress() >= 1:
-        sys.exit("this run has used up its budget: type a larger --budget_hours (or --max_steps) to go on")
     if compile:
         run.compile(sets[15][0])
         run.seconds["compiling"] = time.monotonic() - run.start
@@ -429,32 +424,33 @@ def train(run, sets, tokenizer, peak):
     state["evals_done"] = min(state["evals_done"], int(run.progress() * evals))  # a larger budget takes progress back
     bar = tqdm(total=1.0, disable=None, bar_format="{percentage:3.0f}%|{bar}|{postfix}")
     while not run.stop and (progress := run.progress()) < 1:
-        if int(progress * evals) > state["evals_done"]:
+        left = math.inf if max_steps else (1 - progress) * budget_hours * 3600  # neither may eat into the reserve
+        if int(progress * evals) > state["evals_done"] and state["eval_seconds"] < left:
             state["evals_done"] = int(progress * evals)
             val = run.evaluate(sets)
-            bar.write(f"{run.elapsed() / 60:7.1f} min  step {state['step']:6,}  held-out loss {val['val_loss_15']:.3f} "
-                      f"(15 %) {val['val_loss_25']:.3f} (25 %)")  # fmt: skip
+            losses = f"{val['val_loss_15']:.3f} (15 %) {val['val_loss_25']:.3f} (25 %)"
+            bar.write(f"{run.elapsed() / 60:7.1f} min  step {state['step']:6,}  held-out loss {losses}")
             for sentence in sentences[state["evals_done"] % max(1, len(sentences)) :][:1]:
-                words = ", ".join(word for word, _ in fill_masks(run.model, tokenizer, sentence))
+                words = " | ".join(word for word, _ in fill_masks(run.model, tokenizer, sentence))
                 bar.write(f"{'':13}{sentence}  {words}")
         elif state["step"] % log_every == 0 and state["step"] > state["logged"]:
             run.log()
         due = checkpoint_minutes and time.monotonic() - run.saved_at > checkpoint_minutes * 60
-        if not run.save_seconds or (due and progress < 0.98):  # the last 2 % hold the last save
+        if not run.save_seconds or (due and 2 * run.save_seconds < left):
             run.save()  # the first at once: a folder that cannot be written shows now, and the reserve is known
         progress = run.progress()
         if progress >= 1 or not run.train_step(progress):
             continue  # the clock or a signal came between
         speed = (state["row"] - first_row) * seq_len / run.seconds["training"]
-        left = (1 - progress) * (run.elapsed() / max(progress, 1e-9) if max_steps else budget_hours * 3600)
+        remaining = run.elapsed() / max(progress, 1e-9) - run.elapsed()
         mfu, bar.n = speed * run.flops_per_token / peak, progress
         bar.set_postfix_str(f"loss {state['last']['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
-                            f"lr {state['last']['lr']:.1e}  {left / 60:.0f} min left")  # fmt: skip
+                            f"lr {state['last']['lr']:.1e}  {remaining / 60:.0f} min left")  # fmt: skip
         if not planned and not max_steps and run.seconds["training"] > 10:
             bar.write(plan(run, speed, progress))
             planned = True
     bar.close()
-    if run.stop:
+    if run.stop and run.progress() < 1:
         run.save(required=True)
         print(f"stopped at step {state['step']:,}, after {run.elapsed() / 60:.1f} minutes: --init=resume goes on")
     else:
@@ -470,26 +466,27 @@ def plan(run, speed, progress):
 
 
 def report(run, val, sentences, tokenizer, peak, first_row):
-    """Save everything, then say what came out, where the time went and what the model has learnt."""
-    run.save(required=True)
+    """Say what came out, save everything, then say where the time went and what the model has learnt."""
     state, seconds = run.state, run.seconds
-    seconds["other"] = run.elapsed() - run.before - sum(seconds.values())
-    speed = (state["row"] - first_row) * seq_len / max(1e-9, seconds["training"])
     print(f"held-out loss {val['val_loss_15']:.4f} at 15 % masked, {val['val_loss_25']:.4f} at 25 %; "
           f"{val['val_nats_per_char']:.4f} nats per character")  # fmt: skip
+    run.save(required=True)
+    seconds["before the resume"] = run.before
+    seconds["other"] = run.elapsed() - sum(seconds.values())
+    speed = (state["row"] - first_row) * seq_len / max(1e-9, seconds["training"])
     print(f"{state['step']:,} steps, {state['skipped']} of them skipped; {state['row'] * seq_len:,} tokens, "
           f"{state['row'] / run.rows.count:.2f} epochs; {speed:,.0f} tokens/s, "
           f"MFU {speed * run.flops_per_token / peak:.0%}")  # fmt: skip
-    print(f"{run.elapsed():.0f} s: " + ", ".join(f"{name} {s:.0f}" for name, s in seconds.items()))
+    print(f"{run.elapsed():.0f} s: " + ", ".join(f"{name} {s:.0f}" for name, s in seconds.items() if s))
     for sentence in sentences:
         top = ", ".join(f"{word} {p:.0%}" for word, p in fill_masks(run.model, tokenizer, sentence))
         print(f"  {sentence}  {top}")
-    if not (run.folder / "loss.png").exists():
-        print("no loss.png: pip install matplotlib draws one")
-    print(f"{run.folder}: model.safetensors and config.json (the model), log.csv, run.json, loss.png, ckpt.pt")
+    picture = "loss.png" if (run.folder / "loss.png").exists() else "no loss.png (pip install matplotlib draws one)"
+    print(f"{run.folder}: model.safetensors and config.json (the model), log.csv, run.json, ckpt.pt, {picture}")
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file is written line by line
     try:
         main()
     except KeyboardInterrupt:
@@ -497,7 +494,7 @@ if __name__ == "__main__":
     except OSError as e:
         sys.exit(f"{e.filename or out_dir}: {e.strerror or e}")
     except RuntimeError as e:  # torch.OutOfMemoryError is one, and the CPU's allocator raises a plain one
-        if "memory" not in str(e):
+        if micro_batch == 1 or not any(s in str(e).lower() for s in ("out of memory", "allocate memory")):
             raise
-        fits = next((n for n in range(micro_batch // 2, 0, -1) if batch_size % n == batch_start % n == 0), 1)
+        fits = next(n for n in range(micro_batch // 2, 0, -1) if batch_size % n == batch_start % n == 0)
         sys.exit(f"out of memory: type --micro_batch={fits} (now {micro_batch}); the batch stays at {batch_size} rows")

@@ -105,7 +105,9 @@ def plot(folder):
         top.legend(frameon=False)
     top.grid(alpha=0.25)
     times, tokens = [r["elapsed_s"] / per for r in rows], [r["tokens"] / 1e6 for r in rows]
+    top.set_xlim(0, max(1e-6, times[-1]))
     if tokens[-1] > 0:
+        times, tokens = [*times, 2 * times[-1]], [*tokens, 2 * tokens[-1]]  # or the last ticks would pile up at the end
         above = top.secondary_xaxis("top", functions=(lambda x: np.interp(x, times, tokens),
                                                       lambda x: np.interp(x, tokens, times)))  # fmt: skip
         above.set_xlabel("million tokens")

@@ -351,7 +351,7 @@ def main():
     vocab_seconds = time.perf_counter() - start
     total_bytes = sum(map(raw_size, files))
     estimate(first, tokenizer, total_bytes, partial)
-    if source in errors:
+    if source in errors and not files:
         sys.exit(f"the stream broke off early, run again: {errors[source]}")
     errors.clear()  # files that could not be read will be met again
     count = write_rows(tokenizer, paths, total_bytes, partial, errors)
@@ -387,8 +387,8 @@ def report(count, errors, goal, vocab_seconds, seconds):
               "type a larger --filter_ratio, or 0 for none")  # fmt: skip
     for path, why in errors.items():
         print(f"WARNING: {path} could not be read to its end: {why}")
-    if source in errors:
-        sys.exit(f"the stream broke off: {goal} holds what came before; use it, or delete it and run again")
+    if source in errors:  # the only source there was
+        sys.exit(f"the text broke off: {goal} holds what came before; use it, or delete it and run again")
 
 
 if __name__ == "__main__":

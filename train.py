@@ -213,7 +213,7 @@ class Run:
         return min(1.0, self.elapsed() / max(1e-9, budget_hours * 3600 - reserve))
 
     def fetch(self, row):
-        """Rows row … row + micro_batch − 1 on the device; on a GPU the copy runs behind the computation."""
+        """Rows row … row + micro_batch − 1 on the device; a GPU is still busy while the next are read and queued."""
         if self.ahead[0] != row:
             rows = self.rows.read(row, micro_batch)
             rows = rows.pin_memory() if self.device.type == "cuda" else rows
@@ -342,7 +342,7 @@ class Run:
             o.load_state_dict({"state": saved, "param_groups": o.state_dict()["param_groups"]})
         if ckpt["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(ckpt["scaler"])
-        self.state, self.before = ckpt["state"], ckpt["elapsed"]
+        self.state, self.before, self.start = ckpt["state"], ckpt["elapsed"], time.monotonic()
         record.drop_rows_after(self.folder, self.state["step"])
         print(f"resumed at step {self.state['step']:,}, {self.before / 3600:.2f} hours into the run")
 
@@ -391,8 +391,8 @@ def main():
     record.open_out(out_dir, init == "resume")
     if init == "resume":
         run.resume()
-    if run.progress() >= 1:
-        sys.exit("this run has used up its budget: type a larger --budget_hours (or --max_steps) to go on")
+        if run.progress() >= 1:
+            sys.exit("this run has used up its budget: type a larger --budget_hours (or --max_steps) to go on")
     record.write_run(out_dir, {k: globals()[k] for k in settings(__file__)}, facts)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         write_beside(run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))

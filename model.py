@@ -106,6 +106,14 @@ def rotate(x, cos, sin):
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
+def pick(x, positions):
+    """Rows (B, K, C) of x (B, T, C) at positions (B, K); all of x where positions is None."""
+    if positions is None:
+        return x
+    rows = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]  # a flat gather: one static index_select
+    return x.flatten(0, 1).index_select(0, (rows + positions).flatten()).unflatten(0, positions.shape)
+
+
 class Attention(nn.Module):
     """Bidirectional multi-head attention. q, k and v are matrices of their own: Muon treats each by itself."""
 
@@ -115,20 +123,19 @@ class Attention(nn.Module):
         for name in ("Wq", "Wk", "Wv", "Wo"):
             setattr(self, name, nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias))
 
-    def forward(self, x, rope, mask):
+    def forward(self, x, rope, mask, positions=None):
         B, T, C = x.shape
-        heads = (B, T, self.n_head, C // self.n_head)
-        q, k, v = (W(x).view(heads).transpose(1, 2) for W in (self.Wq, self.Wk, self.Wv))  # (B, H, T, D)
+        heads = (B, -1, self.n_head, C // self.n_head)  # transposed: q (B, H, K, D), k and v (B, H, T, D)
+        q, k, v = (y.view(heads).transpose(1, 2) for y in (self.Wq(pick(x, positions)), self.Wk(x), self.Wv(x)))
         if rope is not None:
             cos, sin = (table[:T].to(q.dtype) for table in rope)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        dropout = self.dropout if self.training else 0.0
+            at = slice(None) if positions is None else positions[:, None]  # (B, 1, K)
+            q, k = rotate(q, cos[at], sin[at]), rotate(k, cos, sin)
         if q.is_cpu:  # the CPU's flash attention takes half the time in float32 (forward and backward, AVX512-BF16)
-            with torch.autocast("cpu", enabled=False):
-                y = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask, dropout)
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        return self.Wo(y.transpose(1, 2).reshape(B, T, C))
+            q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast("cpu", enabled=False):
+            y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0)
+        return self.Wo(y.transpose(1, 2).reshape(B, -1, C))
 
 
 class MLP(nn.Module):
@@ -145,10 +152,8 @@ class MLP(nn.Module):
         x = self.Wi(x)
         if self.activation == "geglu":
             a, g = x.chunk(2, dim=-1)
-            x = F.gelu(a) * g
-        else:
-            x = F.relu(x).square() if self.activation == "relu2" else F.gelu(x)
-        return self.Wo(x)
+            return self.Wo(F.gelu(a) * g)
+        return self.Wo(F.relu(x).square() if self.activation == "relu2" else F.gelu(x))
 
 
 class Block(nn.Module):
@@ -164,16 +169,16 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, mask):
+    def forward(self, x, rope, mask, positions=None):
         if self.post_norm:
-            x = self.attn_norm(x + self.drop(self.attn(x, rope, mask)))
+            x = self.attn_norm(pick(x, positions) + self.drop(self.attn(x, rope, mask, positions)))
             return self.mlp_norm(x + self.drop(self.mlp(x)))
-        x = x + self.drop(self.attn(self.attn_norm(x), rope, mask))
+        x = pick(x, positions) + self.drop(self.attn(self.attn_norm(x), rope, mask, positions))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
 class Encoder(nn.Module):
-    """Tokens (B, T) to hidden states (B, T, C)."""
+    """Tokens (B, T) to hidden states (B, T, C), or (B, K, C): the last block need not compute what nobody reads."""
 
     def __init__(self, config):
         super().__init__()
@@ -186,13 +191,13 @@ class Encoder(nn.Module):
             self.register_buffer("rope_cos", angles.cos(), persistent=False)
             self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
-    def forward(self, ids, attention_mask=None, token_types=None):
+    def forward(self, ids, attention_mask=None, token_types=None, positions=None):
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]  # (B, 1, 1, T)
         x = self.embeddings(ids, token_types)
         rope = (self.rope_cos, self.rope_sin) if self.rope else None
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x, rope, mask)
-        return self.final_norm(x)
+        return self.final_norm(self.layers[-1](x, rope, mask, positions))
 
 
 def head_transform(config):
@@ -219,12 +224,7 @@ class MaskedLM(nn.Module):
 
     def forward(self, ids, positions=None, attention_mask=None, token_types=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); at all T positions where none are given."""
-        x = self.model(ids, attention_mask, token_types)  # (B, T, C)
-        if positions is not None:
-            B, T, C = x.shape
-            rows = torch.arange(B, device=ids.device)[:, None] * T  # a flat gather: one static index_select
-            x = x.reshape(B * T, C).index_select(0, (rows + positions).flatten()).view(B, -1, C)
-        return self.decoder(self.head(x))
+        return self.decoder(self.head(pick(self.model(ids, attention_mask, token_types), positions)))
 
     def flops_per_token(self, seq_len, predicted):
         """FLOPs per token of forward and backward on rows of T = seq_len tokens, `predicted` of them decoded.
@@ -250,7 +250,7 @@ class Classifier(nn.Module):
 
     def forward(self, ids, attention_mask=None, token_types=None):
         """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS]; attention_mask is 1 at real tokens."""
-        x = self.model(ids, attention_mask, token_types)[:, 0]  # (B, C)
+        x = self.model(ids, attention_mask, token_types, torch.zeros_like(ids[:, :1]))[:, 0]  # (B, C)
         return self.classifier(self.drop(self.head(x)))
 
 
@@ -317,8 +317,8 @@ def save(model, folder):
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = to_folder_keys(model.state_dict(), model.config).items()
-    weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state}
+    state = to_folder_keys(model.state_dict(), model.config)
+    weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
     weights = safetensors.torch.save(weights, metadata={"format": "pt"})
     write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
     write_beside(folder / "model.safetensors", lambda p: p.write_bytes(weights))

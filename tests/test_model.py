@@ -143,6 +143,22 @@ def test_only_the_chosen_positions_are_decoded_and_padding_changes_nothing(switc
         assert torch.allclose(model(ids[2:, :5]), everywhere[2:, :5], atol=1e-4)
 
 
+@pytest.mark.parametrize("switches", [{}, CRAMMED | SMALL, BERT | SMALL])
+def test_a_last_block_that_computes_only_what_is_read_changes_nothing(switches):
+    """Outputs at the positions, and the gradients of every parameter through them."""
+    model = random_model(**switches).model
+    ids, mask = batch()
+    positions = torch.tensor([[0, 3, 16], [11, 1, 1], [4, 2, 0]])
+    gradients = []
+    for given in (None, positions):
+        x = model(ids, mask, positions=given)
+        x = x if given is not None else x.gather(1, positions[..., None].expand(-1, -1, 32))
+        assert x.shape == (3, 3, 32)
+        gradients.append([x, *torch.autograd.grad(x.square().sum(), list(model.parameters()))])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * a.abs().max())
+
+
 def test_zero_init_makes_every_block_the_identity():
     torch.manual_seed(0)
     model = MaskedLM(ModelConfig(**SMALL)).eval()

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +17,12 @@ import torch
 
 
 def pick(device, dtype):
-    """(torch.device, torch.dtype of the matrix products) for two settings; "auto" takes the best native one."""
+    """(torch.device, torch.dtype of the matrix products) for two settings; "auto" takes the best native one.
+
+    Exits with one line if there is no such device."""
+    backends = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if device in backends and not backends[device]():
+        sys.exit(f"device={device}, but this build of torch sees no such device: type --device=auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if dtype == "auto" and device == "cuda":

@@ -368,16 +368,13 @@ def check_settings():
             sys.exit(f"{name}={rows} is no multiple of micro_batch={micro_batch}: type for example --{name}={near}")
     if samples and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK], and a | stands between two sentences")
-    backends = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if device in backends and not backends[device]():
-        sys.exit(f"device={device}, but this build of torch sees no such device: type --device=auto")
 
 
 def main():
     check_settings()
+    dev, amp_dtype = machine.pick(device, dtype)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     tokenizer = load_tokenizer(data_dir, meta)
-    dev, amp_dtype = machine.pick(device, dtype)
     torch.set_float32_matmul_precision("high")
     try:
         config = ModelConfig(**{f.name: globals()[f.name] for f in fields(ModelConfig)})

@@ -64,3 +64,66 @@ def train(monkeypatch, data_dir, tmp_path):
         assert hasattr(train, name)
         monkeypatch.setattr(train, name, value)
     return train
+
+
+# The headers of the official GLUE download: (train, dev, test); the columns that hold text are named in TEXT.
+WIDE = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse "
+HEADERS = {
+    "CoLA": (None, None, "index sentence"),
+    "SST-2": ("sentence label", "sentence label", "index sentence"),
+    "MRPC": ("Quality|#1 ID|#2 ID|#1 String|#2 String",) * 2 + ("index|#1 ID|#2 ID|#1 String|#2 String",),
+    "STS-B": ("index genre filename year old_index source1 source2 sentence1 sentence2 score",) * 2
+    + ("index genre filename year old_index source1 source2 sentence1 sentence2",),
+    "QQP": ("id qid1 qid2 question1 question2 is_duplicate",) * 2 + ("id question1 question2",),
+    "MNLI": (WIDE + "sentence1 sentence2 label1 gold_label",
+             WIDE + "sentence1 sentence2 label1 label2 label3 label4 label5 gold_label", WIDE + "sentence1 sentence2"),
+    "QNLI": ("index question sentence label",) * 2 + ("index question sentence",),
+    "RTE": ("index sentence1 sentence2 label",) * 2 + ("index sentence1 sentence2",),
+    "WNLI": ("index sentence1 sentence2 label",) * 2 + ("index sentence1 sentence2",),
+}  # fmt: skip
+TEXT = ("sentence", "#1 String", "sentence1", "question1", "question"), ("#2 String", "sentence2", "question2")
+LABEL = ("label", "Quality", "score", "is_duplicate", "gold_label")
+NAMES = {"QNLI": ("entailment", "not_entailment"), "RTE": ("entailment", "not_entailment"),
+         "MNLI": ("entailment", "neutral", "contradiction")}  # fmt: skip
+
+
+def write_glue(folder, sentences, train=40, dev=12, test=7):
+    """Files in the official layout, labels by the length of the first text; {(task, split): [(texts, label)]}."""
+    written = {}
+    for task, headers in HEADERS.items():
+        suffixes = ("_matched", "_mismatched") if task == "MNLI" else ("",)
+        splits = [("train", headers[0], train), *((f"dev{s}", headers[1], dev) for s in suffixes)]
+        for at, (split, header, n) in enumerate([*splits, *((f"test{s}", headers[2], test) for s in suffixes)]):
+            bare, columns = header is None, (header or "source label mark sentence").replace(" ", "|").split("|")
+            columns = header.split("|") if header and "|" in header else columns
+            lines, written[task, split] = [] if bare else ["\t".join(columns)], []
+            for i in range(n):
+                a, b = sentences[(7 * i + at) % len(sentences)], sentences[(3 * i + at) % len(sentences)]
+                names = NAMES.get(task, ("0", "1"))
+                label = f"{len(a) / 40:.3f}" if task == "STS-B" else names[len(a) % len(names)]
+                first, second = (TEXT[0], TEXT[1]) if task != "QNLI" else (("question",), ("sentence",))
+                cells = {c: a if c in first else b if c in second else label if c in LABEL else "x" for c in columns}
+                lines.append("\t".join(cells.values()))
+                texts = (a,) if task in ("CoLA", "SST-2") else (a, b)
+                written[task, split].append((texts, label if set(LABEL) & {*columns} else None))
+            (folder / task).mkdir(parents=True, exist_ok=True)
+            start = "\ufeff" if task == "MRPC" and split != "test" else ""
+            (folder / task / f"{split}.tsv").write_text(start + "\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+    (folder / "AX").mkdir()
+    lines = ["index\tsentence1\tsentence2", *(f"{i}\t{s}\t{s}" for i, s in enumerate(sentences[:test]))]
+    (folder / "AX/diagnostic.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return written
+
+
+@pytest.fixture(scope="session")
+def sentences(texts):
+    """Short sentences of real prose, tabs and line breaks out."""
+    found = [" ".join(s.split()) for text in texts[:20] for s in text.split(". ")]
+    return [s for s in found if 20 < len(s) < 160][:300]
+
+
+@pytest.fixture(scope="session")
+def glue_files(tmp_path_factory, sentences):
+    """(folder of a small GLUE in the official layout, what was written into it)."""
+    folder = tmp_path_factory.mktemp("glue")
+    return folder, write_glue(folder, sentences)

@@ -1,0 +1,347 @@
+"""The GLUE benchmark (arXiv 1804.07461): its tasks and files, metrics, published scores, tables and submissions.
+
+    python -c "import glue; print(glue.read('rte', 'dev', 'path/to/GLUE')[0][:2])"     # the official download
+    python -c "import glue; print(glue.read('rte', 'dev', '')[1][:20])"                # the Hub's copy
+
+An official download is a folder with TASK/train.tsv and so on, each file plain or gzipped (.tsv.gz).
+"""
+
+import gzip
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from model import write_beside
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: its folder, its columns in the official files and on the Hub, its labels, metrics and official sizes."""
+
+    folder: str
+    texts: tuple  # columns with the sentence, or with both
+    label: str
+    labels: tuple  # the names of labels 0, 1, …; none for a regression
+    metrics: tuple  # the paper's choice first
+    rows: dict  # {split: rows of the official file}
+    hub_texts: tuple = ()  # where the Hub has other names
+
+    @property
+    def n_outputs(self):
+        return max(1, len(self.labels))
+
+
+PAIR, YES, ENTAILED = ("sentence1", "sentence2"), ("0", "1"), ("entailment", "not_entailment")
+THREE = ("entailment", "neutral", "contradiction")
+MNLI_ROWS = {
+    "train": 392702, "dev_matched": 9815, "dev_mismatched": 9832, "test_matched": 9796, "test_mismatched": 9847,
+}  # fmt: skip
+
+
+def sizes(train, dev, test):
+    return {"train": train, "dev": dev, "test": test}
+
+
+TASKS = {
+    "cola": Task("CoLA", ("sentence",), "label", YES, ("matthews",), sizes(8551, 1043, 1063)),
+    "sst2": Task("SST-2", ("sentence",), "label", YES, ("accuracy",), sizes(67349, 872, 1821)),
+    "mrpc": Task("MRPC", ("#1 String", "#2 String"), "Quality", YES, ("f1", "accuracy"), sizes(3668, 408, 1725), PAIR),
+    "stsb": Task("STS-B", PAIR, "score", (), ("pearson", "spearman"), sizes(5749, 1500, 1379)),
+    "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", YES, ("f1", "accuracy"),
+                sizes(363846, 40430, 390965)),
+    "mnli": Task("MNLI", PAIR, "gold_label", THREE, ("accuracy",), MNLI_ROWS, ("premise", "hypothesis")),
+    "qnli": Task("QNLI", ("question", "sentence"), "label", ENTAILED, ("accuracy",), sizes(104743, 5463, 5463)),
+    "rte": Task("RTE", PAIR, "label", ENTAILED, ("accuracy",), sizes(2490, 277, 3000)),
+    "wnli": Task("WNLI", PAIR, "label", YES, ("accuracy",), sizes(635, 71, 146)),
+}  # fmt: skip
+AX = Task("AX", PAIR, "", THREE, (), {"diagnostic": 1104}, ("premise", "hypothesis"))  # predicted by an MNLI model
+
+# The nine numbers of the paper's mean, in the order of the table: (heading, task, name of the score).
+NINE = (
+    ("CoLA", "cola", "matthews"), ("SST-2", "sst2", "accuracy"), ("MRPC", "mrpc", "f1"), ("STS-B", "stsb", "pearson"),
+    ("QQP", "qqp", "f1"), ("MNLI-m", "mnli", "accuracy"), ("MNLI-mm", "mnli", "accuracy_mm"),
+    ("QNLI", "qnli", "accuracy"), ("RTE", "rte", "accuracy"),
+)  # fmt: skip
+# Published dev scores in that order, and the mean as published; None: not published.
+PAPER = "Geiping and Goldstein, arXiv 2212.14034"
+SOURCES = (PAPER,)
+REFERENCES = (
+    ("RoBERTa-base", (60.2, 93.7, 91.4, 90.4, 88.3, 86.6, 86.4, 92.1, 77.3), 85.1, PAPER),
+    ("BERT-base", (56.5, 91.9, 89.3, 86.7, 87.7, 83.2, 83.4, 90.6, 59.2), 80.9, PAPER),
+    ("crammed BERT, a day on an A6000", (51.8, *(None,) * 8), 80.4, PAPER),
+    ("BERT-base without pre-training", (0.0, 79.9, 77.9, 17.8, 68.6, 34.1, 34.1, 50.0, 47.3), 45.5, PAPER),
+)
+
+
+def read(name, split, glue_dir):
+    """(texts [(sentence,) or (first, second), …], labels) of a split; labels is an array, or None in a test set.
+
+    From the official files in glue_dir, or from the Hub where that is ''. Raises FileNotFoundError if there is no such
+    file, ValueError if it is not as it should be; either says what to do."""
+    task = AX if name == "ax" else TASKS[name]
+    texts, labels = read_tsv(task, split, glue_dir) if glue_dir else read_hub(name, task, split)
+    if not texts:
+        raise ValueError(f"{task.folder}, {split}: there is not one row in it, fetch the file again")
+    return texts, labels
+
+
+def find(task, split, glue_dir):
+    """The path of a split's file."""
+    path = Path(glue_dir) / task.folder / f"{split}.tsv"
+    found = [p for p in (path, path.with_name(path.name + ".gz")) if p.exists()]
+    if not found:
+        raise FileNotFoundError(f"{path} not found")
+    return found[0]
+
+
+def read_tsv(task, split, glue_dir):
+    """read() from an official file: tab-separated, nothing is quoted, perhaps a byte order mark; CoLA has no header."""
+    path = find(task, split, glue_dir)
+    data = path.read_bytes()
+    try:
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
+    except (OSError, EOFError, ValueError) as e:
+        raise ValueError(f"{path} is damaged ({e!r:.80}): fetch it again") from None
+    lines = [line.rstrip("\r") for line in text.split("\n")]  # not splitlines(): texts may hold other line separators
+    bare = task.folder == "CoLA" and "test" not in split
+    header = ["source", "label", "mark", "sentence"] if bare else lines.pop(0).split("\t")
+    wanted = [*task.texts, *([] if split in ("test", "diagnostic") or "test_" in split else [task.label])]
+    if missing := [column for column in wanted if column not in header]:
+        raise ValueError(f"{path} has no column {missing[0]!r}: it is not the official file, fetch that")
+    texts, labels, broken = [], [], 0
+    for number, line in enumerate(lines, 1 if bare else 2):
+        fields = line.split("\t")
+        if not line.strip():
+            continue
+        if len(fields) < len(header) and split == "train":  # the official QQP/train.tsv has such rows, the Hub's not
+            broken += 1
+            continue
+        if len(fields) != len(header):
+            raise ValueError(f"{path}, line {number}: {len(fields)} columns where the header has {len(header)}")
+        texts.append(tuple(fields[header.index(column)] for column in task.texts))
+        if task.label in wanted:
+            labels.append(parse_label(task, fields[header.index(task.label)], f"{path}, line {number}"))
+    if broken:
+        print(f"{path}: left out {broken} rows with too few columns")
+    return texts, np.array(labels) if task.label in wanted else None
+
+
+def parse_label(task, value, where):
+    """The number of a label as it stands in a file or on the Hub; raises ValueError if it is out of range."""
+    if task.labels and str(value) in task.labels:
+        return task.labels.index(str(value))
+    try:
+        if not task.labels and 0 <= float(value) <= 5:
+            return float(value)
+    except ValueError:
+        pass
+    raise ValueError(f"{where}: label {value!r} is not {' or '.join(task.labels) or 'a number from 0 to 5'}")
+
+
+def read_hub(name, task, split):
+    """read() from nyu-mll/glue on the Hub."""
+    try:
+        from datasets import load_dataset
+
+        part = split.replace("dev", "validation").replace("diagnostic", "test")
+        rows = load_dataset("nyu-mll/glue", name, split=part)
+        columns = [rows[column][:] for column in task.hub_texts or task.texts]
+        labels = rows["label"][:]
+    except Exception as e:  # no package, no network, no such data set: each of them raises something else
+        reason = (str(e).strip() or repr(e)).splitlines()[0]
+        hint = "point --glue_dir to a folder with the official files"
+        raise FileNotFoundError(f"cannot get {name} from the Hub ({reason:.120}): {hint}") from None
+    texts = list(zip(*columns, strict=True))
+    if "test" in split or name == "ax":
+        return texts, None
+    names = [task.labels[n] if task.labels and 0 <= n < len(task.labels) else n for n in labels]
+    return texts, np.array([parse_label(task, v, f"{task.folder}, {split}, row {i}") for i, v in enumerate(names)])
+
+
+def accuracy(labels, predicted):
+    return float(np.mean(labels == predicted))
+
+
+def f1(labels, predicted):
+    """F1 of class 1; 0 where there is neither a 1 to be found nor one predicted."""
+    found = np.sum((labels == 1) & (predicted == 1))
+    total = np.sum(labels == 1) + np.sum(predicted == 1)
+    return float(2 * found / total) if total else 0.0
+
+
+def matthews(labels, predicted):
+    """Matthews' correlation coefficient of two classes; 0 where it is undefined, one side having one class only."""
+    n = [[float(np.sum((labels == a) & (predicted == b))) for b in (0, 1)] for a in (0, 1)]
+    (tn, fp), (fn, tp) = n
+    bottom = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
+    return (tp * tn - fp * fn) / bottom**0.5 if bottom else 0.0
+
+
+def pearson(labels, predicted):
+    """Correlation coefficient; nan where one side is constant."""
+    x, y = (np.asarray(v, np.float64) for v in (labels, predicted))
+    if (x == x[0]).all() or (y == y[0]).all():
+        return float("nan")
+    x, y = x - x.mean(), y - y.mean()
+    return float(np.clip(np.dot(x / np.linalg.norm(x), y / np.linalg.norm(y)), -1, 1))
+
+
+def spearman(labels, predicted):
+    """Pearson's coefficient of the ranks, the mean rank for equal values."""
+
+    def ranks(values):
+        _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[which]
+
+    return pearson(ranks(labels), ranks(predicted))
+
+
+METRICS = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "pearson": pearson, "spearman": spearman}
+
+
+def score(name, labels, outputs):
+    """{metric: score} of a task's outputs (N, n_outputs) as percentages, as GLUE reports them."""
+    predicted = decide(TASKS[name], outputs)
+    values = {metric: METRICS[metric](labels, predicted) for metric in TASKS[name].metrics}
+    return {metric: 100 * (0.0 if np.isnan(v) else v) for metric, v in values.items()}  # constant answers earn nothing
+
+
+def decide(task, outputs):
+    """The answers: numbers of classes, or the scores of a regression."""
+    return outputs.argmax(1) if task.labels else outputs[:, 0]
+
+
+def medians(runs):
+    """{task: {score: median over the seeds}} of runs, [{"task", "seed", "rows", "scores"}, …]."""
+    scores = {task: [run["scores"] for run in runs if run["task"] == task] for task in TASKS}
+    return {t: {k: float(np.median([s[k] for s in found])) for k in found[0]} for t, found in scores.items() if found}
+
+
+def means(scores):
+    """{name: (mean, of how many, of how many at best)} of {task: {score: value}}, in the three customary ways.
+
+    "mean of 9" is the paper's, of the nine numbers of the table; then the same without CoLA; and the mean of the eight
+    tasks, the scores of a task averaged first, as the leaderboard does."""
+    nine = {heading: scores[task][key] for heading, task, key in NINE if task in scores}
+    tasks = [np.mean([*scores[task].values()]) for task in dict.fromkeys(task for _, task, _ in NINE) if task in scores]
+    ways = {"mean of 9": ([*nine.values()], 9), "without CoLA": ([v for k, v in nine.items() if k != "CoLA"], 8),
+            "mean of 8 tasks": (tasks, 8)}  # fmt: skip
+    return {name: (float(np.mean(found)) if found else None, len(found), n) for name, (found, n) in ways.items()}
+
+
+def shortfall(runs):
+    """{task: ["train: 24,739 of 392,702 rows", …]} of the tasks whose training or dev data were not the whole."""
+    result = {}
+    for run in runs:
+        short = [(s, n, TASKS[run["task"]].rows[s]) for s, n in run["rows"].items() if n < TASKS[run["task"]].rows[s]]
+        if short:
+            result[run["task"]] = [f"{split}: {n:,} of {of:,} rows" for split, n, of in short]
+    return result
+
+
+def layout(rows, between):
+    """Rows of cells as lines with aligned columns, all but the first to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return [between.join(cells).rstrip() for cells in aligned]
+
+
+def markdown(rows):
+    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return [f"| {line} |" for line in layout([rows[0], rule, *rows[1:]], " | ")]
+
+
+def summary(results):
+    """(rows of cells, notes) for {label: runs}: each with its nine medians and their means, then the published ones."""
+    rows, notes = [["GLUE, dev sets", *(heading for heading, _, _ in NINE), *means({})]], []
+    for label, runs in results.items():
+        found, short = medians(runs), shortfall(runs)
+        cells = [f"{found[task][key]:.1f}" + "*" * (task in short) if task in found else "–" for _, task, key in NINE]
+        star = "*" * any(task in short for _, task, _ in NINE)
+        averages = [
+            "–" if value is None else f"{value:.1f}{star}" + f" ({n} of {of})" * (n < of)
+            for value, n, of in means(found).values()
+        ]
+        rows.append([label, *cells, *averages])
+        notes += [f"* {TASKS[task].folder}: {'; '.join(parts)}" for task, parts in short.items()]
+        if any(n < of for _, n, of in means(found).values()):
+            notes.append("(n of m): a partial mean, of the n scores that there are")
+    for name, nine, mean, source in REFERENCES:
+        rows.append([f"{name} [{SOURCES.index(source) + 1}]", *("–" if v is None else f"{v:.1f}" for v in nine)])
+        rows[-1] += [f"{mean:.1f}", f"{np.mean(nine[1:]):.1f}" if None not in nine else "–", "–"]
+    notes += [f"[{i}] as published: {source}" for i, source in enumerate(SOURCES, 1)]
+    return rows, list(dict.fromkeys(notes))
+
+
+def table(results):
+    """The lines of summary(), for a terminal."""
+    rows, notes = summary(results)
+    return [*layout(rows, "  "), *notes]
+
+
+EXPLANATION = """
+- Medians over seeds, scores after the last epoch, in percent: Matthews' correlation (CoLA), F1 (MRPC, QQP), Pearson's
+  correlation (STS-B), accuracy (the rest).
+- *mean of 9*: the paper's, of these nine numbers; *without CoLA*: of the other eight; *mean of 8 tasks*: all scores of
+  a task averaged first, those below too."""
+
+
+def page(results):
+    """summary() and the spread of each score as a page of Markdown."""
+    rows, notes = summary(results)
+    lines = [*markdown(rows), "", *(f"- {note.replace('*', chr(92) + '*')}" for note in notes)]
+    lines += EXPLANATION.strip().splitlines()
+    for label, runs in results.items():
+        rows = [["task", "score", "median", "lowest", "highest", "seeds", "trained on", "dev rows", "rows/s", "padded"]]
+        for task, found in medians(runs).items():
+            ours = [run for run in runs if run["task"] == task]
+            for key, median in found.items():
+                values = [run["scores"][key] for run in ours]
+                split = {"mnli": "dev_mismatched" if key.endswith("_mm") else "dev_matched"}.get(task, "dev")
+                speed, padded = (np.median([run[k] for run in ours]) for k in ("rows_per_second", "padded"))
+                rows.append([TASKS[task].folder, key, f"{median:.1f}", f"{min(values):.1f}", f"{max(values):.1f}",
+                             str(len(ours)), f"{ours[-1]['rows']['train']:,}", f"{ours[-1]['rows'][split]:,}",
+                             f"{speed:,.0f}", f"{padded:.0%}"])  # fmt: skip
+        lines += ["", f"## {label}", "", *markdown(rows)]
+    return "\n".join(["# GLUE", "", *lines, ""])
+
+
+# The files of a submission: {file: (task whose model answers, split)}, as gluebenchmark.com wants them.
+SUBMISSION = {
+    **{f"{TASKS[name].folder}.tsv": (name, "test") for name in TASKS if name != "mnli"},
+    "MNLI-m.tsv": ("mnli", "test_matched"), "MNLI-mm.tsv": ("mnli", "test_mismatched"),
+    "AX.tsv": ("mnli", "diagnostic"),
+}  # fmt: skip
+
+
+def write_predictions(path, task, outputs):
+    """Write one file of a submission: a header, then the number of each row and its label's official name."""
+    answers = decide(task, outputs)
+    words = [task.labels[n] for n in answers] if task.labels else [f"{v:.3f}" for v in np.clip(answers, 0, 5)]
+    lines = ["index\tprediction", *(f"{i}\t{word}" for i, word in enumerate(words))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_beside(path, lambda p: p.write_text("\n".join(lines) + "\n", encoding="utf-8"))
+
+
+def write_submission(folder, runs):
+    """Zip, of each task, the predictions of the seed with the median score; say what the leaderboard would miss.
+
+    folder/seed0/CoLA.tsv and so on are there already; each run's "predictions" names its files."""
+    chosen = {}
+    for task in dict.fromkeys(run["task"] for run in runs):
+        of_task = sorted((r for r in runs if r["task"] == task), key=lambda r: next(iter(r["scores"].values())))
+        median = of_task[(len(of_task) - 1) // 2]
+        chosen |= {name: f"seed{median['seed']}/{name}" for name in median.get("predictions", ())}
+
+    def write(temporary):
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, path in chosen.items():
+                archive.write(folder / path, name)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_beside(folder / "submission.zip", write)
+    print(f"{folder}/submission.zip: {', '.join(chosen.values()) or 'empty'}")
+    if missing := [name for name in SUBMISSION if name not in chosen]:
+        print(f"the leaderboard also wants {', '.join(missing)}: name their --tasks, and have their test files")

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, run.json, log.csv and loss.png.
+"""What runs leave behind: a folder with run.json, log.csv and loss.png, and from fine-tuning glue.json and glue.md.
 
     python -c "import record; print(record.read_log('out/tiny')[-1])"       # the last logged step
     python -c "import record; record.plot('out/tiny')"                      # draw out/tiny/loss.png anew
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+import glue
 from model import write_beside
 
 COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_loss_25", "val_nats_per_char",
@@ -120,3 +121,47 @@ def plot(folder):
     right.set_ylabel("rows per step", color="tab:purple")
     right.set_ylim(bottom=0)
     write_beside(Path(folder) / "loss.png", lambda path: figure.savefig(path, format="png"))
+
+
+def read_glue(folder):
+    """The systems in a folder's glue.json, [{"system", "weights", "protocol", "machine", "runs"}, …]."""
+    path = Path(folder) / "glue.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["systems"] if path.exists() else []
+    except (ValueError, LookupError, TypeError) as e:
+        sys.exit(f"{path} is broken ({e!r:.80}): move it away, and type the same again")
+
+
+def find_glue(systems, entry):
+    return next((s for s in systems if all(s[k] == entry[k] for k in ("system", "weights", "protocol"))), None)
+
+
+def glue_runs(folder, entry):
+    """The runs of a system, told by its name, weights and protocol, that are in glue.json."""
+    found = find_glue(read_glue(folder), entry)
+    return found["runs"] if found else []
+
+
+def add_glue_run(folder, entry, run):
+    """Add a run to glue.json, in place of one of the same task and seed, and draw glue.md anew; the system's runs.
+
+    The file is read again each time, so that processes with different tasks can share it."""
+    systems = read_glue(folder)
+    found = find_glue(systems, entry)
+    if found is None:
+        systems.append(found := {**entry, "runs": []})
+    others = [r for r in found["runs"] if (r["task"], r["seed"]) != (run["task"], run["seed"])]
+    found["runs"] = sorted([*others, run], key=lambda r: ([*glue.TASKS].index(r["task"]), r["seed"]))
+    text = json.dumps({"systems": systems}, indent=1)
+    write_beside(Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8"))
+    page = glue.page(glue_table(folder))
+    write_beside(Path(folder) / "glue.md", lambda path: path.write_text(page, encoding="utf-8"))
+    return found["runs"]
+
+
+def glue_table(folder):
+    """{name: runs} of the systems in glue.json; where two differ in their weights alone, these are named too."""
+    result = {}
+    for s in read_glue(folder):
+        result[s["system"] if s["system"] not in result else f"{s['system']} [{s['weights']}]"] = s["runs"]
+    return result

@@ -1,0 +1,336 @@
+"""Fine-tuning against a plain loop around transformers' own classifier, and the script as a user runs it."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT, last_line, script
+from hypothesis import given
+from hypothesis import strategies as st
+from test_glue import check_submission
+
+import finetune_glue as ft
+from model import MaskedLM, ModelConfig, save
+
+SIZES = {"vocab_size": 600, "n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 48, "max_seq_len": 128}
+QUICK = {"seeds": 2, "epochs": 2, "glue_batch": 8, "dtype": "float32", "device": "cpu"}
+
+
+def model_folder(folder, data_dir, **switches):
+    torch.manual_seed(0)
+    save(MaskedLM(ModelConfig(**(SIZES | {"zero_init": False} | switches))), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(data_dir / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path, data_dir):
+    return model_folder(tmp_path / "model", data_dir)
+
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path, glue_files):
+    """The script's settings for calls from a test."""
+    for name, value in (QUICK | {"glue_dir": str(glue_files[0]), "glue_cache": str(tmp_path / "cache")}).items():
+        assert hasattr(ft, name)
+        monkeypatch.setattr(ft, name, value)
+    return monkeypatch
+
+
+def run(model, glue_files, **flags):
+    cache = {"glue_cache": model.parent / "cache", "glue_dir": glue_files[0], "tasks": "cola,stsb"}
+    return script("finetune_glue.py", **(QUICK | cache | {"model": model} | flags))
+
+
+def results(model):
+    return json.loads((model / "glue.json").read_text())["systems"]
+
+
+def scores(model, system=0):
+    return {(r["task"], r["seed"]): r["scores"] for r in results(model)[system]["runs"]}
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=2), st.integers(16, 64))
+def test_truncation_keeps_what_fits(lengths, limit):
+    kept = ft.truncated(lengths, limit)
+    assert sum(kept) == min(sum(lengths), limit) and all(0 < k <= n for k, n in zip(kept, lengths, strict=True))
+
+
+@pytest.mark.parametrize("limit", [16, 24, 128])
+def test_inputs_are_those_of_transformers(model, settings, sentences, limit):
+    settings.setattr(ft, "glue_seq_len", limit)
+    pairs = [(a, b * (1 + i % 3)) for i, (a, b) in enumerate(zip(sentences, reversed(sentences), strict=True))]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    for texts in ([(a,) for a in sentences], pairs):
+        columns = map(list, zip(*texts, strict=True))
+        wanted = tokenizer(*columns, truncation=True, max_length=limit, return_token_type_ids=True)
+        found = list(ft.ours(model, False).encode(texts))
+        assert [ids.tolist() for ids, _ in found] == wanted["input_ids"]
+        assert [first for _, first in found] == [t.count(0) for t in wanted["token_type_ids"]]
+        assert max(len(ids) for ids, _ in found) <= limit
+
+
+@given(st.lists(st.integers(3, 128), min_size=1, max_size=300), st.sampled_from([1, 8, 16]), st.integers(0, 9))
+def test_an_epoch_takes_every_row_once_in_batches_of_like_length(lengths, size, seed):
+    length = np.array(lengths)
+    epoch = ft.batches(length, size, (seed, 0))
+    rows = np.concatenate(epoch)
+    assert len(set(rows.tolist())) == len(rows) == (len(length) // size * size or len(length))
+    assert all(len(batch) == min(size, len(length)) for batch in epoch)
+    again = ft.batches(length, size, (seed, 0))
+    assert all(np.array_equal(a, b) for a, b in zip(epoch, again, strict=True))
+    spread = sum(np.ptp(length[batch]) for batch in epoch)
+    assert spread <= np.ptp(length) * len(epoch) and (len(rows) > ft.POOL * size or spread <= np.ptp(length))
+
+
+def test_epochs_differ_and_batches_come_in_random_order():
+    length = np.arange(3, 131).repeat(10)
+    first, second = (ft.batches(length, 16, (0, epoch)) for epoch in range(2))
+    assert not np.array_equal(np.sort(first[0]), np.sort(second[0]))
+    widths = [length[batch].max() for batch in first]
+    assert abs(np.corrcoef(np.arange(len(widths)), widths)[0, 1]) < 0.3
+
+
+def test_batches_are_padded_as_transformers_pads_them(model, settings, sentences):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    texts = [(a, b) for a, b in zip(sentences, reversed(sentences), strict=True)]
+    rows = list(ft.ours(model, False).encode(texts))
+    arrays = {"ids": np.concatenate([ids for ids, _ in rows]), "length": np.array([len(ids) for ids, _ in rows]),
+              "first": np.array([first for _, first in rows]), "labels": np.zeros(len(rows))}  # fmt: skip
+    data = ft.Data(arrays, 0, True, torch.device("cpu"))
+    for batch in ft.batches(data.length, 16, (0, 0)):
+        columns = [texts[i][0] for i in batch], [texts[i][1] for i in batch]
+        wanted = tokenizer(*columns, padding=True, truncation=True, max_length=128, pad_to_multiple_of=8,
+                           return_token_type_ids=True, return_tensors="pt")  # fmt: skip
+        ids, mask, types = data.batch(batch)
+        assert torch.equal(ids, wanted["input_ids"]) and torch.equal(types, wanted["token_type_ids"])
+        mask = torch.ones_like(ids) if mask is None else mask
+        assert torch.equal(mask.long(), wanted["attention_mask"])
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5])
+def test_the_learning_rate_is_transformers_cosine(settings, warmup):
+    settings.setattr(ft, "glue_warmup", warmup)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, int(warmup * 57), 57)
+    for step in range(57):
+        assert ft.lr_share(step, 57) == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize(("task", "n_outputs"), [("stsb", 1), ("mnli", 3)])
+def test_training_equals_a_plain_loop_around_transformers(model, settings, task, n_outputs):
+    """The same batches, weights and settings, the library's model, optimiser and loss: the same outputs at the end."""
+    settings.setattr(ft, "glue_dropout", 0.0)
+    settings.setattr(ft, "glue_lr", 1e-3)
+    system = ft.ours(model, False)
+    data = ft.Data(ft.tokenised(system, task, "train"), system.pad, False, torch.device("cpu"))
+    torch.manual_seed(5)
+    net = system.build(n_outputs)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model, num_labels=n_outputs, problem_type="regression" if n_outputs == 1 else None
+    ).train()
+    theirs.classifier.load_state_dict(net.classifier.state_dict())
+    before = ft.predict(net, data, torch.float32)
+
+    facts = ft.train(system, net, data, 3, torch.float32, lambda tokens: None)
+    optimizer = torch.optim.AdamW(theirs.parameters(), 1e-3, (0.9, 0.98), 1e-6, weight_decay=0.0)
+    steps = [rows for epoch in range(2) for rows in ft.batches(data.length, 8, (3, epoch))]
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, int(0.1 * len(steps)), len(steps))
+    for rows in steps:
+        ids, mask, _ = data.batch(rows)
+        labels = data.labels[rows]
+        mask = torch.ones_like(ids) if mask is None else mask
+        theirs(input_ids=ids, attention_mask=mask, labels=labels[:, None] if n_outputs == 1 else labels).loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    after = ft.predict(net, data, torch.float32)
+    everything = ft.Data(ft.tokenised(system, task, "train"), 0, False, torch.device("cpu"))
+    ids, mask, _ = everything.batch(np.arange(len(data.length)))
+    with torch.no_grad():
+        wanted = theirs.eval()(input_ids=ids, attention_mask=mask).logits.numpy()
+    assert np.abs(after - wanted).max() < 1e-3 < 1e-2 < np.abs(after - before).max()
+    assert len(steps) == 10 and facts["rows_per_second"] > 0 and 0 < facts["padded"] < 0.5
+
+
+def test_the_tokenised_data_are_cached_and_a_damaged_cache_is_none(model, settings, tmp_path):
+    system = ft.ours(model, False)
+    fresh = ft.tokenised(system, "rte", "dev")
+    (path,) = (tmp_path / "cache").glob("rte-dev-*.npz")
+    settings.setattr(ft.glue, "read", None)  # must not be needed any more
+    cached = ft.tokenised(system, "rte", "dev")
+    assert all(np.array_equal(fresh[k], cached[k]) for k in fresh) and fresh.keys() == cached.keys()
+    settings.undo()
+    settings.setattr(ft, "glue_cache", str(tmp_path / "cache"))
+    settings.setattr(ft, "glue_dir", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError):
+        ft.tokenised(system, "rte", "dev")
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def test_fresh_weights_differ_by_seed_and_pre_training_is_loaded(model, settings):
+    def weights(scratch, seed):
+        torch.manual_seed(seed)
+        net = ft.ours(model, scratch).build(2)
+        return net.model.layers[0].attn.Wq.weight, net.classifier.weight
+
+    pretrained = ft.load(model).model.layers[0].attn.Wq.weight
+    for scratch in (False, True):
+        (a, ca), (b, cb), (c, cc) = (weights(scratch, seed) for seed in (0, 0, 1))
+        assert torch.equal(a, b) and torch.equal(ca, cb) and not torch.equal(ca, cc)
+        assert torch.equal(a, pretrained) != scratch and torch.equal(a, c) != scratch
+
+
+def test_dropout_is_on_in_training_alone(model, settings):
+    net = ft.ours(model, False).build(2)
+    assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
+    assert {layer.attn.dropout for layer in net.model.layers} == {0.1}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, data_dir, glue_files):
+    """A model folder after an undisturbed run of cola and stsb, two seeds, and what it printed."""
+    folder = model_folder(tmp_path_factory.mktemp("finished") / "model", data_dir)
+    done = run(folder, glue_files)
+    assert done.returncode == 0, done.stdout
+    return folder, done.stdout
+
+
+def test_a_run_leaves_a_table_and_every_score(finished, glue_files):
+    folder, printed = finished
+    assert sorted(scores(folder)) == [("cola", 0), ("cola", 1), ("stsb", 0), ("stsb", 1)]
+    (entry,) = results(folder)
+    assert entry["protocol"]["glue_lr"] == 4e-5 and entry["machine"]["torch"] == torch.__version__
+    assert entry["runs"][0]["rows"] == {"train": 40, "dev": 12}
+    page = (folder / "glue.md").read_text()
+    for text in ("RoBERTa-base", "85.1", "(2 of 9)", "* CoLA: train: 40 of 8,551 rows"):
+        assert text in printed and text.replace("*", "\\*") in page
+    for key in ("matthews", "pearson"):
+        values = [s[key] for (_, _), s in scores(folder).items() if key in s]
+        assert f"{np.median(values):.1f}*" in page
+    assert "seed 0: matthews" in printed and "rows/s" in printed and "padding" in printed
+
+
+def test_a_killed_run_goes_on_where_it_stopped(finished, model, glue_files, tmp_path):
+    flags = QUICK | {"glue_cache": tmp_path / "c", "glue_dir": glue_files[0], "tasks": "cola,stsb", "model": model}
+    command = [sys.executable, str(ROOT / "finetune_glue.py"), *(f"--{k}={v}" for k, v in flags.items())]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (model / "glue.json").exists():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = scores(model)
+    assert 1 <= len(before) < 4
+    done = run(model, glue_files)
+    assert f"{len(before)} of 4 fine-tunings are in" in done.stdout
+    assert scores(model) == scores(finished[0])
+    again = run(model, glue_files)
+    assert again.returncode == 0 and "4 of 4 fine-tunings are in" in again.stdout and "rows/s" not in again.stdout
+    more = run(model, glue_files, seeds=3)
+    assert "4 of 6" in more.stdout and len(scores(model)) == 6
+    other = run(model, glue_files, epochs=1, tasks="cola", seeds=1)
+    assert other.returncode == 0 and len(results(model)) == 2 and len(scores(model)) == 6
+    assert ", epochs=1" in other.stdout
+
+
+def test_a_stopped_run_says_how_to_go_on(model, glue_files, tmp_path):
+    flags = QUICK | {"glue_cache": tmp_path / "c", "glue_dir": glue_files[0], "model": model, "seeds": 100}
+    command = [sys.executable, str(ROOT / "finetune_glue.py"), *(f"--{k}={v}" for k, v in flags.items())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while process.poll() is None and not (model / "glue.json").exists():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "the same command goes on" in printed and "Traceback" not in printed
+
+
+def test_both_baselines_land_in_the_same_table(finished, tmp_path, glue_files):
+    folder = shutil.copytree(finished[0], tmp_path / "model")
+    scratch = run(folder, glue_files, baseline="scratch", tasks="cola")
+    assert scratch.returncode == 0, scratch.stdout
+    name = f"hf:{finished[0]}"
+    theirs = run(folder, glue_files, baseline=name, tasks="stsb", hf_batch=8)
+    assert theirs.returncode == 0 and "batch 8, AdamW 2e-05" in theirs.stdout, theirs.stdout
+    ours, other, third = results(folder)
+    assert ours["runs"] == results(finished[0])[0]["runs"]
+    assert other["system"].startswith("model without pre-training, ") and len(other["runs"]) == 2
+    assert third["system"].startswith(f"{finished[0]}, ") and len(third["runs"]) == 2
+    page = (folder / "glue.md").read_text()
+    assert "| model without pre-training, epochs=2" in page and "hf_batch=8" in page and page.count("## ") == 3
+
+
+def test_a_submission_of_all_tasks(model, glue_files):
+    names = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte,wnli"
+    done = run(model, glue_files, tasks=names, predict_test=True, epochs=1, seeds=3)
+    assert done.returncode == 0, done.stdout
+    files = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI-m", "MNLI-mm", "QNLI", "RTE", "WNLI", "AX")
+    check_submission(model / "submission/submission.zip", {f"{f}.tsv": 7 for f in files})
+    assert "(9 of 9)" not in done.stdout and "also wants" not in done.stdout
+    found = {seed: s["matthews"] for (task, seed), s in scores(model).items() if task == "cola"}
+    median = sorted(found, key=found.get)[1]
+    if len({*found.values()}) == 3:
+        assert f"seed{median}/CoLA.tsv" in done.stdout
+    shutil.rmtree(model / "submission/seed1")
+    again = run(model, glue_files, tasks=names, predict_test=True, epochs=1, seeds=3)
+    assert "18 of 27 fine-tunings" in again.stdout and (model / "submission/seed1/AX.tsv").exists()
+
+
+def test_missing_files_leave_out_their_task(model, glue_files, tmp_path):
+    folder = shutil.copytree(glue_files[0], tmp_path / "glue")
+    (folder / "RTE/train.tsv").unlink()
+    (folder / "CoLA/test.tsv").unlink()
+    done = run(model, glue_files, glue_dir=folder, tasks="rte,cola", predict_test=True, seeds=1, epochs=1)
+    assert done.returncode == 0, done.stdout
+    assert f"rte is left out: {folder}/RTE/train.tsv not found" in done.stdout
+    assert "CoLA.tsv is left out" in done.stdout and "the leaderboard also wants CoLA.tsv" in done.stdout
+    assert "(1 of 9)" in done.stdout
+    none = run(model, glue_files, glue_dir=folder, tasks="rte")
+    assert none.returncode == 1 and "no task is left" in last_line(none)
+
+
+def test_a_users_slip_is_one_line(model, glue_files, tmp_path, data_dir):
+    swapped = model_folder(tmp_path / "swapped", data_dir, vocab_size=601)
+    short = model_folder(tmp_path / "short", data_dir, max_seq_len=64)
+    empty = shutil.copytree(glue_files[0], tmp_path / "glue")
+    (empty / "RTE/dev.tsv").write_text("index\tsentence1\tsentence2\tlabel\n")
+    (empty / "WNLI/train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta\tb\t7\n")
+    broken = model_folder(tmp_path / "broken", data_dir)
+    (broken / "glue.json").write_text("{")
+    for flags, message in (
+        ({"model": swapped}, "the tokenizer has 600 entries, the model 601"),
+        ({"model": short}, "takes at most 64 tokens: type --glue_seq_len=64"),
+        ({"model": tmp_path / "nowhere"}, "not found: name the folder of a run"),
+        ({"model": tmp_path}, "is no model folder of train.py"),
+        ({"model": broken}, "is broken"),
+        ({"tasks": "cola,sts-b"}, "there is no task 'sts-b': did you mean stsb?"),
+        ({"tasks": "squad"}, "there is no task 'squad': did you mean one of cola sst2"),
+        ({"tasks": ""}, "there is no task ''"),
+        ({"glue_dir": tmp_path / "nowhere"}, "is no folder: --glue_dir"),
+        ({"glue_dir": empty, "tasks": "rte"}, "RTE, dev: there is not one row in it"),
+        ({"glue_dir": empty, "tasks": "wnli"}, "line 2: label '7' is not 0 or 1"),
+        ({"glue_seq_len": 100}, "type --glue_seq_len=96"),
+        ({"baseline": "random"}, "type --baseline=scratch"),
+        ({"baseline": "hf:"}, "type --baseline=scratch"),
+        ({"baseline": f"hf:{tmp_path}"}, f"transformers cannot load {tmp_path}"),
+        ({"seeds": 0}, "seeds=0 cannot work"),
+    ):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
+            for name, value in (QUICK | {"model": model, "glue_dir": glue_files[0], "glue_cache": ""} | flags).items():
+                patch.setattr(ft, name, str(value) if name in ("model", "glue_dir", "glue_cache") else value)
+            ft.main()
+        assert message in str(e.value) and "\n" not in str(e.value), (flags, e.value)
+
+
+def test_recipes_for_train_leak_nothing():
+    ours, theirs = ({*ft.settings(ROOT / name)} for name in ("finetune_glue.py", "train.py"))
+    assert ours & theirs == {"device", "dtype"}

@@ -155,8 +155,9 @@ def test_a_last_block_that_computes_only_what_is_read_changes_nothing(switches):
         x = x if given is not None else x.gather(1, positions[..., None].expand(-1, -1, 32))
         assert x.shape == (3, 3, 32)
         gradients.append([x, *torch.autograd.grad(x.square().sum(), list(model.parameters()))])
+    scale = max(g.abs().max().item() for g in gradients[0])  # a bias of Wk has a gradient of rounding errors alone
     for a, b in zip(*gradients, strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * a.abs().max().item())
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6 * scale)
 
 
 def test_zero_init_makes_every_block_the_identity():

@@ -1,4 +1,4 @@
-"""Rows of tokens to masked batches: what train.py, bench.py and the tests read from a folder of prepare.py.
+"""Rows of tokens to batches: masked ones from a folder of prepare.py, and batches of rows of any length.
 
     python -c "import data; print(data.load_meta('data/tiny')['counts'])"
     python -c "import numpy as np; print(np.fromfile('data/tiny/train.bin', np.uint16).reshape(-1, 128)[:2])"
@@ -124,3 +124,47 @@ def held_out(rows, batch):
         labels[N:] = IGNORE
         sets[rate] = list(zip(ids[fill].split(batch), positions[fill].split(batch), labels.split(batch), strict=True))
     return sets
+
+
+class Ragged:
+    """Rows of any length on the device; batches are gathered there, so that a step moves only the numbers of its rows.
+
+    Made of arrays: "ids" (all rows, one behind the other), "length" and "first" (tokens of a row, and of its first
+    text), "labels" (one a row, or none)."""
+
+    def __init__(self, arrays, pad, two_types, dev):
+        self.length, self.pad, self.two_types, self.dev = arrays["length"], pad, two_types, dev
+        start = np.cumsum(self.length) - self.length
+        self.ids, self.start, self.end, self.first = (
+            torch.from_numpy(a).to(dev) for a in (arrays["ids"], start, start + self.length, start + arrays["first"])
+        )
+        labels = torch.from_numpy(arrays["labels"])
+        self.labels = (labels.float() if labels.is_floating_point() else labels).to(dev)
+
+    def width(self, rows):
+        """The longest of rows, rounded up to a multiple of 8."""
+        return int(-(-self.length[rows].max() // 8) * 8)
+
+    def batch(self, rows):
+        """((ids, attention_mask, token_types), labels) of rows, (B, T) and (B,); no mask where nothing is padded."""
+        which, T = torch.from_numpy(rows).to(self.dev, non_blocking=True), self.width(rows)
+        at = self.start[which, None] + torch.arange(T, device=self.dev)  # (B, T)
+        real = at < self.end[which, None]
+        ids = self.ids[at.clamp_(max=len(self.ids) - 1)].long().masked_fill_(~real, self.pad)
+        types = ((at >= self.first[which, None]) & real).long() if self.two_types else None
+        labels = self.labels[which] if len(self.labels) else None
+        return (ids, None if self.length[rows].min() == T else real, types), labels
+
+
+def batches_by_length(length, size, seed):
+    """One epoch: shuffled row numbers in batches of similar length, in random order; an incomplete batch is dropped.
+
+    Rows are sorted in pools of at most 64 batches, at least 8 pools an epoch, so that a row changes its company."""
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(len(length))
+    rows = rows[: len(rows) - len(rows) % size] if len(rows) > size else rows
+    pool = size * min(64, max(1, len(rows) // size // 8))
+    pools = (rows[i : i + pool] for i in range(0, len(rows), pool))
+    rows = np.concatenate([p[np.argsort(length[p], kind="stable")] for p in pools])
+    epoch = np.split(rows, range(size, len(rows), size))
+    return [epoch[i] for i in rng.permutation(len(epoch))]

@@ -11,8 +11,8 @@ seed's scores; a run that was stopped goes on behind the last (task, seed) that 
 
 import difflib
 import hashlib
-import json
 import math
+import os
 import re
 import signal
 import sys
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from configurator import configure, require, settings
+from configurator import configure, require
 
 model = "out/fineweb_edu"    # folder of a run of train.py; the results go there too
 glue_dir = ""                # folder of the official files (CoLA/train.tsv, …), perhaps gzipped; '' = from the Hub
@@ -55,12 +55,15 @@ from torch import nn
 import glue
 import machine
 import record
+from data import Ragged, batches_by_length
 from model import Classifier, MaskedLM, load, write_beside
 from tokenizer import CLS, PAD, SEP, Tokenizer
 
-PROTOCOL = ("epochs", "glue_batch", "glue_lr", "glue_warmup", "glue_beta2", "glue_eps", "glue_weight_decay",
-            "glue_dropout", "glue_seq_len", "hf_batch", "hf_lr", "dtype")  # fmt: skip
-POOL = 64  # batches' worth of shuffled rows that are sorted by length together
+# The paper's values: a table names what a run did otherwise.
+PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_beta2": 0.98, "glue_eps": 1e-6, "glue_weight_decay": 0.0,
+         "glue_seq_len": 128}  # fmt: skip
+PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1}
+PAPER_HF = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 
 
 @dataclass
@@ -76,6 +79,7 @@ class System:
     build: Callable  # number of outputs -> module: (ids, attention_mask, token_types) -> outputs
     batch: int
     lr: float
+    paper: dict  # settings of the paper that apply to it
 
 
 def fingerprint(*parts):
@@ -118,10 +122,10 @@ def ours(folder, scratch):
             masked_lm.load_state_dict(pretrained.state_dict())
         return Classifier(masked_lm, n_outputs, glue_dropout)
 
-    weights = json.dumps(asdict(config)) if scratch else (Path(folder) / "model.safetensors").read_bytes()
-    name = Path(folder).resolve().name + " without pre-training" * scratch
-    key = fingerprint((Path(folder) / "tokenizer.json").read_bytes())
-    return System(name, fingerprint(weights), key, encode, PAD, config.token_types > 1, build, glue_batch, glue_lr)
+    name, key = Path(folder).resolve().name, fingerprint((Path(folder) / "tokenizer.json").read_bytes())
+    weights = fingerprint(key, asdict(config), b"" if scratch else (Path(folder) / "model.safetensors").read_bytes())
+    name = f"{name} without pre-training" if scratch else name
+    return System(name, weights, key, encode, PAD, config.token_types > 1, build, glue_batch, glue_lr, PAPER_OURS)
 
 
 class HuggingFace(nn.Module):
@@ -131,7 +135,8 @@ class HuggingFace(nn.Module):
         from transformers import AutoModelForSequenceClassification as Auto
 
         super().__init__()
-        self.model = Auto.from_pretrained(name, num_labels=n_outputs, dtype=torch.float32)
+        options = {"dtype": torch.float32, "ignore_mismatched_sizes": True}  # of an old head with other labels
+        self.model = Auto.from_pretrained(name, num_labels=n_outputs, **options)
 
     def forward(self, ids, attention_mask, token_types):
         types = {} if token_types is None else {"token_type_ids": token_types}
@@ -146,13 +151,16 @@ def hugging_face(name):
         logging.set_verbosity_error()  # or each fine-tuning tells that the classifier is new
         logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(name)
-        entries = HuggingFace(name, 2).model.config.vocab_size
+        key, config = tokenizer.backend_tokenizer.to_str(), HuggingFace(name, 2).model.config
     except ImportError:
         sys.exit("--baseline=hf:… needs a package: pip install transformers")
     except Exception as e:
         sys.exit(f"transformers cannot load {name}: {(str(e).strip() or repr(e)).splitlines()[0]:.200}")
-    if tokenizer.pad_token_id is None or len(tokenizer) > entries:
-        sys.exit(f"{name}: its tokenizer has {len(tokenizer)} entries, the model {entries}, or it knows no padding")
+    if tokenizer.pad_token_id is None or len(tokenizer) > config.vocab_size:
+        sizes = f"its tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}"
+        sys.exit(f"{name} cannot work: {sizes}, the padding token is {tokenizer.pad_token}")
+    if (most := getattr(config, "max_position_embeddings", glue_seq_len)) < glue_seq_len:
+        sys.exit(f"{name} takes at most {most} tokens: type --glue_seq_len={most // 8 * 8}")
     two_types = "token_type_ids" in tokenizer.model_input_names
 
     def encode(texts):
@@ -165,17 +173,18 @@ def hugging_face(name):
     def build(n_outputs):
         return HuggingFace(name, n_outputs)
 
-    key = fingerprint(tokenizer.backend_tokenizer.to_str())
-    return System(name, fingerprint(name), key, encode, tokenizer.pad_token_id, two_types, build, hf_batch, hf_lr)
+    key, pad = fingerprint(key, two_types), tokenizer.pad_token_id
+    files = [path.read_bytes() for path in sorted(Path(name).glob("*")) if path.suffix in (".safetensors", ".bin")]
+    return System(name, fingerprint(key, name, *files), key, encode, pad, two_types, build, hf_batch, hf_lr, PAPER_HF)
 
 
 def tokenised(system, task, split):
-    """{"ids" (all tokens, one row behind the other), "length", "first", "labels"} of a split, arrays, from the cache.
+    """{"ids" (all tokens, one row behind the other), "length", "first", "labels", "source"} of a split, from the cache.
 
-    Raises what glue.read raises."""
+    Arrays; source is a fingerprint of the data. Raises what glue.read raises."""
     part = glue.AX if task == "ax" else glue.TASKS[task]
     source = glue.find(part, split, glue_dir).read_bytes() if glue_dir else "hub"
-    key = fingerprint(system.tokenizer, glue_seq_len, task, split, source)
+    key = fingerprint("format 1", system.tokenizer, glue_seq_len, task, split, source)
     path = Path(glue_cache) / f"{task}-{split}-{key}.npz"
     if glue_cache and path.exists():
         try:
@@ -187,7 +196,7 @@ def tokenised(system, task, split):
     rows = list(system.encode(texts))
     arrays = {"ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
               "length": np.array([len(ids) for ids, _ in rows]), "first": np.array([first for _, first in rows]),
-              "labels": np.zeros(0) if labels is None else labels}  # fmt: skip
+              "labels": np.zeros(0) if labels is None else labels, "source": np.array(fingerprint(source))}  # fmt: skip
 
     def write(temporary):
         with open(temporary, "wb") as f:  # np.savez would add its own suffix to a path
@@ -195,45 +204,10 @@ def tokenised(system, task, split):
 
     if glue_cache:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_beside(path, write)
+        mine = path.with_name(f"{path.name}.{os.getpid()}")  # another process may be at the same file
+        write_beside(mine, write)
+        mine.replace(path)
     return arrays
-
-
-class Data:
-    """A split on the device; batches are gathered there, so that a step moves only the numbers of its rows."""
-
-    def __init__(self, arrays, pad, two_types, dev):
-        self.length, self.pad, self.two_types, self.dev = arrays["length"], pad, two_types, dev
-        start = np.cumsum(self.length) - self.length
-        self.ids, self.start, self.end, self.first = (
-            torch.from_numpy(a).to(dev) for a in (arrays["ids"], start, start + self.length, start + arrays["first"])
-        )
-        labels = torch.from_numpy(arrays["labels"])
-        self.labels = (labels.float() if labels.is_floating_point() else labels).to(dev)
-
-    def width(self, rows):
-        """The longest of rows, rounded up to a multiple of 8."""
-        return int(-(-self.length[rows].max() // 8) * 8)
-
-    def batch(self, rows):
-        """(ids, attention_mask, token_types) (B, T) of rows; the mask is None where nothing is padded."""
-        which, T = torch.from_numpy(rows).to(self.dev, non_blocking=True), self.width(rows)
-        at = self.start[which, None] + torch.arange(T, device=self.dev)  # (B, T)
-        real = at < self.end[which, None]
-        ids = self.ids[at.clamp_(max=len(self.ids) - 1)].long().masked_fill_(~real, self.pad)
-        types = ((at >= self.first[which, None]) & real).long() if self.two_types else None
-        return ids, None if self.length[rows].min() == T else real, types
-
-
-def batches(length, size, seed):
-    """One epoch: shuffled row numbers in batches of similar length, in random order; an incomplete batch is dropped."""
-    rng = np.random.default_rng(seed)
-    rows = rng.permutation(len(length))
-    rows = rows[: len(rows) - len(rows) % size] if len(rows) > size else rows
-    pools = (rows[i : i + POOL * size] for i in range(0, len(rows), POOL * size))
-    rows = np.concatenate([pool[np.argsort(length[pool], kind="stable")] for pool in pools])
-    epoch = np.split(rows, range(size, len(rows), size))
-    return [epoch[i] for i in rng.permutation(len(epoch))]
 
 
 def lr_share(step, steps):
@@ -248,16 +222,15 @@ def train(system, net, data, seed, amp_dtype, tick):
     optimizer = torch.optim.AdamW(net.parameters(), system.lr, (0.9, glue_beta2), glue_eps, glue_weight_decay,
                                   fused=dev.type in ("cuda", "cpu"))  # fmt: skip
     scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
-    steps = [rows for epoch in range(epochs) for rows in batches(data.length, system.batch, (seed, epoch))]
-    loss = torch.zeros(())
+    steps = [rows for epoch in range(epochs) for rows in batches_by_length(data.length, system.batch, (seed, epoch))]
     net.train()
     for step, rows in enumerate(steps):
         for group in optimizer.param_groups:
             group["lr"] = system.lr * lr_share(step, len(steps))
+        inputs, labels = data.batch(rows)
         with torch.autocast(dev.type, amp_dtype, enabled=amp_dtype != torch.float32):
-            outputs = net(*data.batch(rows)).float()  # (B, outputs)
-        labels = data.labels[torch.from_numpy(rows).to(dev, non_blocking=True)]
-        loss = F.cross_entropy(outputs, labels) if labels.dtype == torch.int64 else F.mse_loss(outputs[:, 0], labels)
+            outputs = net(*inputs).float()  # (B, outputs)
+        loss = F.mse_loss(outputs[:, 0], labels) if outputs.shape[1] == 1 else F.cross_entropy(outputs, labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -271,15 +244,15 @@ def train(system, net, data, seed, amp_dtype, tick):
 
 @torch.inference_mode()
 def predict(net, data, amp_dtype):
-    """Outputs (N, n_outputs) for the rows of data, an array."""
+    """Outputs (N, n_outputs) for the rows of data, an array; raises FloatingPointError if they are not finite."""
     order, outputs = np.argsort(data.length, kind="stable"), []
     net.eval()
     for rows in np.split(order, range(64, len(order), 64)):
         with torch.autocast(data.dev.type, amp_dtype, enabled=amp_dtype != torch.float32):
-            outputs.append(net(*data.batch(rows)).float())
+            outputs.append(net(*data.batch(rows)[0]).float())
     outputs = torch.cat(outputs).cpu().numpy()
     if not np.isfinite(outputs).all():
-        sys.exit("the fine-tuned model gives numbers that are not finite: try --dtype=float32 or a smaller --glue_lr")
+        raise FloatingPointError("outputs that are not finite: try --dtype=float32, or a smaller learning rate")
     return outputs[np.argsort(order)]
 
 
@@ -293,7 +266,7 @@ def check_settings():
     })  # fmt: skip
     if glue_seq_len % 8:
         sys.exit(f"glue_seq_len={glue_seq_len} is no multiple of 8: type --glue_seq_len={glue_seq_len // 8 * 8}")
-    if baseline not in ("", "scratch") and not baseline[3:] * baseline.startswith("hf:"):
+    if baseline not in ("", "scratch") and not re.match("hf:.", baseline):
         sys.exit(f"baseline={baseline} is unknown: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
     if glue_dir and not Path(glue_dir).is_dir():
         sys.exit(f"{glue_dir} is no folder: --glue_dir is one with CoLA/train.tsv and so on, '' takes the Hub's data")
@@ -326,34 +299,39 @@ def read_all(system, names):
     return result
 
 
-def row_counts(name, splits):
-    return {split: len(arrays["length"]) for split, arrays in splits.items() if split in glue.TASKS[name].rows}
+def facts_of(name, splits):
+    """What tells the data of a task: rows and fingerprints of its training and dev sets."""
+    known = {split: arrays for split, arrays in splits.items() if split in glue.TASKS[name].rows}
+    return {"rows": {split: len(a["length"]) for split, a in known.items()},
+            "data": {split: str(a["source"]) for split, a in known.items()}}  # fmt: skip
 
 
-def is_done(run, name, seed, splits, answers):
-    """Whether run is this one, of as many rows, and the answers to its test sets are there as it wrote them."""
-    paths = {file: answers / f"seed{seed}" / file for file in splits if file in glue.SUBMISSION}
+def is_done(run, name, seed, splits, folder):
+    """Whether run is this one, on the same data, and its answers to the test sets are in folder as it wrote them."""
+    paths = {file: folder / f"seed{seed}" / file for file in splits if file in glue.SUBMISSION}
     found = {file: fingerprint(path.read_bytes()) for file, path in paths.items() if path.exists()}
     kept = {file: run.get("predictions", {}).get(file) for file in paths}
-    return (run["task"], run["seed"], run["rows"]) == (name, seed, row_counts(name, splits)) and found == kept
+    wanted = {"task": name, "seed": seed, **facts_of(name, splits)}
+    return all(run[key] == value for key, value in wanted.items()) and found == kept
 
 
-def run_once(system, name, seed, splits, answers, dev, amp_dtype, tick):
-    """Fine-tune and evaluate one task with one seed, write its answers to the test sets; the run, as in glue.json."""
-    task, data = glue.TASKS[name], {s: Data(a, system.pad, system.two_types, dev) for s, a in splits.items()}
+def run_once(system, name, seed, splits, folder, dev, amp_dtype, tick):
+    """Fine-tune and evaluate one task with one seed, write the answers to its test sets; the run, as in glue.json."""
+    task, data = glue.TASKS[name], {s: Ragged(a, system.pad, system.two_types, dev) for s, a in splits.items()}
     torch.manual_seed(seed)
     net = system.build(task.n_outputs).to(dev)
-    run = {"task": name, "seed": seed, "scores": {}, "rows": row_counts(name, splits)}
+    run = {"task": name, "seed": seed, "scores": {}, **facts_of(name, splits)}
     run |= train(system, net, data["train"], seed, amp_dtype, tick)
     for split in (s for s in splits if s != "train"):
         outputs = predict(net, data[split], amp_dtype)
         if split in glue.SUBMISSION:
-            path = answers / f"seed{seed}" / split
+            path = folder / f"seed{seed}" / split
             glue.write_predictions(path, glue.AX if split == "AX.tsv" else task, outputs)
             run.setdefault("predictions", {})[split] = fingerprint(path.read_bytes())
         else:
             scores = glue.score(name, splits[split]["labels"], outputs)
-            run["scores"] |= {key + "_mm" * split.endswith("mismatched"): value for key, value in scores.items()}
+            end = "_mm" if split.endswith("mismatched") else ""
+            run["scores"] |= {key + end: value for key, value in scores.items()}
     return run
 
 
@@ -362,6 +340,7 @@ def main():
 
     names, folder = check_settings(), Path(model)
     dev, amp_dtype = machine.pick(device, dtype)
+    torch.set_float32_matmul_precision("high")
     if not folder.is_dir():
         sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
     foreign = baseline.startswith("hf:")
@@ -373,28 +352,41 @@ def main():
         splits = read_all(system, names)
     except ValueError as e:
         sys.exit(str(e))
-    protocol = {key: globals()[key] for key in PROTOCOL}
-    changed = [f"{key}={value}" for key, value in protocol.items() if value != settings(__file__)[key][0]]
-    entry = {"system": ", ".join([system.name, *changed]), "weights": system.weights, "protocol": protocol,
-             "machine": machine.describe(dev)}  # fmt: skip
-    runs, every = record.glue_runs(folder, entry), [(name, seed) for name in splits for seed in range(seeds)]
-    todo = [job for job in every if not any(is_done(run, *job, splits[job[0]], answers) for run in runs)]
-    if len(todo) < len(every):
-        print(f"{len(every) - len(todo)} of {len(every)} fine-tunings are in {folder}/glue.json already")
+    changed = [f"{key}={globals()[key]}" for key, value in system.paper.items() if globals()[key] != value]
+    changed += [f"dtype={dtype}"] if dtype != "auto" else []
+    entry = {"system": ", ".join([system.name, *changed]), "weights": system.weights, "machine": machine.describe(dev),
+             "protocol": {key: globals()[key] for key in system.paper} | {"dtype": str(amp_dtype)}}  # fmt: skip
+    every = [(name, seed) for name in splits for seed in range(seeds)]
+
+    def done(jobs):
+        """The runs in glue.json that are those of jobs."""
+        runs = record.glue_runs(folder, entry)
+        return {job: run for job in jobs for run in runs if is_done(run, *job, splits[job[0]], answers)}
+
+    if found := done(every):
+        print(f"{len(found)} of {len(every)} fine-tunings are in {folder}/glue.json already")
+    todo = [job for job in every if job not in found]
     total = sum(int(splits[name]["train"]["length"].sum()) * epochs for name, _ in todo)
     bar = tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, smoothing=0.02)
+    failed = []
     for name, seed in todo:
         bar.set_description(f"{name}, seed {seed}")
-        run = run_once(system, name, seed, splits[name], answers, dev, amp_dtype, bar.update)
-        runs = record.add_glue_run(folder, entry, run)
+        try:
+            run = run_once(system, name, seed, splits[name], answers, dev, amp_dtype, bar.update)
+        except FloatingPointError as e:
+            failed.append(f"{name}, seed {seed}: {e}")
+            continue
+        record.add_glue_run(folder, entry, run)
         words = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
         bar.write(f"{name}, seed {seed}: {words}  ({run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s, "
                   f"{run['padded']:.0%} padding)")  # fmt: skip
     bar.close()
     if predict_test:
-        glue.write_submission(answers, runs)
+        glue.write_submission(answers, [*done(every).values()])
     print("", *glue.table(record.glue_table(folder)), "", sep="\n")
     print(f"{folder}: glue.md (this table, and each score's spread), glue.json")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 if __name__ == "__main__":
@@ -407,4 +399,5 @@ if __name__ == "__main__":
     except OSError as e:
         sys.exit(f"{e.filename or model}: {e.strerror or e}")
     except torch.OutOfMemoryError:
-        sys.exit(f"out of memory: type --glue_batch={max(1, glue_batch // 2)} (that is no longer the paper's protocol)")
+        name = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
+        sys.exit(f"out of memory: type --{name}={max(1, globals()[name] // 2)} (no longer the paper's protocol)")

@@ -33,7 +33,7 @@ class Task:
         return max(1, len(self.labels))
 
 
-PAIR, YES, ENTAILED = ("sentence1", "sentence2"), ("0", "1"), ("entailment", "not_entailment")
+PAIR, BINARY, ENTAILED = ("sentence1", "sentence2"), ("0", "1"), ("entailment", "not_entailment")
 THREE = ("entailment", "neutral", "contradiction")
 MNLI_ROWS = {
     "train": 392702, "dev_matched": 9815, "dev_mismatched": 9832, "test_matched": 9796, "test_mismatched": 9847,
@@ -45,16 +45,17 @@ def sizes(train, dev, test):
 
 
 TASKS = {
-    "cola": Task("CoLA", ("sentence",), "label", YES, ("matthews",), sizes(8551, 1043, 1063)),
-    "sst2": Task("SST-2", ("sentence",), "label", YES, ("accuracy",), sizes(67349, 872, 1821)),
-    "mrpc": Task("MRPC", ("#1 String", "#2 String"), "Quality", YES, ("f1", "accuracy"), sizes(3668, 408, 1725), PAIR),
+    "cola": Task("CoLA", ("sentence",), "label", BINARY, ("matthews",), sizes(8551, 1043, 1063)),
+    "sst2": Task("SST-2", ("sentence",), "label", BINARY, ("accuracy",), sizes(67349, 872, 1821)),
+    "mrpc": Task("MRPC", ("#1 String", "#2 String"), "Quality", BINARY, ("f1", "accuracy"),
+                 sizes(3668, 408, 1725), PAIR),
     "stsb": Task("STS-B", PAIR, "score", (), ("pearson", "spearman"), sizes(5749, 1500, 1379)),
-    "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", YES, ("f1", "accuracy"),
+    "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", BINARY, ("f1", "accuracy"),
                 sizes(363846, 40430, 390965)),
     "mnli": Task("MNLI", PAIR, "gold_label", THREE, ("accuracy",), MNLI_ROWS, ("premise", "hypothesis")),
     "qnli": Task("QNLI", ("question", "sentence"), "label", ENTAILED, ("accuracy",), sizes(104743, 5463, 5463)),
     "rte": Task("RTE", PAIR, "label", ENTAILED, ("accuracy",), sizes(2490, 277, 3000)),
-    "wnli": Task("WNLI", PAIR, "label", YES, ("accuracy",), sizes(635, 71, 146)),
+    "wnli": Task("WNLI", PAIR, "label", BINARY, ("accuracy",), sizes(635, 71, 146)),
 }  # fmt: skip
 AX = Task("AX", PAIR, "", THREE, (), {"diagnostic": 1104}, ("premise", "hypothesis"))  # predicted by an MNLI model
 
@@ -92,7 +93,7 @@ def find(task, split, glue_dir):
     path = Path(glue_dir) / task.folder / f"{split}.tsv"
     found = [p for p in (path, path.with_name(path.name + ".gz")) if p.exists()]
     if not found:
-        raise FileNotFoundError(f"{path} not found")
+        raise FileNotFoundError(f"{path} not found: fetch it, or name a --glue_dir that has it")
     return found[0]
 
 
@@ -115,7 +116,7 @@ def read_tsv(task, split, glue_dir):
         fields = line.split("\t")
         if not line.strip():
             continue
-        if len(fields) < len(header) and split == "train":  # the official QQP/train.tsv has such rows, the Hub's not
+        if len(fields) < len(header) and (task.folder, split) == ("QQP", "train"):  # as on the Hub, which has none
             broken += 1
             continue
         if len(fields) != len(header):
@@ -125,7 +126,7 @@ def read_tsv(task, split, glue_dir):
             labels.append(parse_label(task, fields[header.index(task.label)], f"{path}, line {number}"))
     if broken:
         print(f"{path}: left out {broken} rows with too few columns")
-    return texts, np.array(labels) if task.label in wanted else None
+    return texts, label_array(task, labels) if task.label in wanted else None
 
 
 def parse_label(task, value, where):
@@ -157,7 +158,12 @@ def read_hub(name, task, split):
     if "test" in split or name == "ax":
         return texts, None
     names = [task.labels[n] if task.labels and 0 <= n < len(task.labels) else n for n in labels]
-    return texts, np.array([parse_label(task, v, f"{task.folder}, {split}, row {i}") for i, v in enumerate(names)])
+    found = [parse_label(task, v, f"{task.folder}, {split}, row {i}") for i, v in enumerate(names)]
+    return texts, label_array(task, found)
+
+
+def label_array(task, labels):
+    return np.array(labels, np.int64 if task.labels else np.float64)
 
 
 def accuracy(labels, predicted):
@@ -213,10 +219,20 @@ def decide(task, outputs):
     return outputs.argmax(1) if task.labels else outputs[:, 0]
 
 
+def by_task(runs):
+    """{task: its runs, by seed}; where some were on other data, those on the data of the last one."""
+    result = {}
+    for task in TASKS:
+        if found := [run for run in runs if run["task"] == task]:
+            alike = (run for run in found if run["data"] == found[-1]["data"])
+            result[task] = sorted(alike, key=lambda run: run["seed"])
+    return result
+
+
 def medians(runs):
-    """{task: {score: median over the seeds}} of runs, [{"task", "seed", "rows", "scores"}, …]."""
-    scores = {task: [run["scores"] for run in runs if run["task"] == task] for task in TASKS}
-    return {t: {k: float(np.median([s[k] for s in found])) for k in found[0]} for t, found in scores.items() if found}
+    """{task: {score: median over the seeds}} of runs, [{"task", "seed", "rows", "data", "scores"}, …]."""
+    scores = {task: [run["scores"] for run in found] for task, found in by_task(runs).items()}
+    return {t: {k: float(np.median([s[k] for s in found])) for k in found[0]} for t, found in scores.items()}
 
 
 def means(scores):
@@ -234,10 +250,11 @@ def means(scores):
 def shortfall(runs):
     """{task: ["train: 24,739 of 392,702 rows", …]} of the tasks whose training or dev data were not the whole."""
     result = {}
-    for run in runs:
-        short = [(s, n, TASKS[run["task"]].rows[s]) for s, n in run["rows"].items() if n < TASKS[run["task"]].rows[s]]
+    for task, found in by_task(runs).items():
+        official = TASKS[task].rows
+        short = [f"{s}: {n:,} of {official[s]:,} rows" for s, n in found[0]["rows"].items() if n < official[s]]
         if short:
-            result[run["task"]] = [f"{split}: {n:,} of {of:,} rows" for split, n, of in short]
+            result[task] = short
     return result
 
 
@@ -258,13 +275,12 @@ def summary(results):
     rows, notes = [["GLUE, dev sets", *(heading for heading, _, _ in NINE), *means({})]], []
     for label, runs in results.items():
         found, short = medians(runs), shortfall(runs)
-        cells = [f"{found[task][key]:.1f}" + "*" * (task in short) if task in found else "–" for _, task, key in NINE]
-        star = "*" * any(task in short for _, task, _ in NINE)
-        averages = [
-            "–" if value is None else f"{value:.1f}{star}" + f" ({n} of {of})" * (n < of)
-            for value, n, of in means(found).values()
-        ]
-        rows.append([label, *cells, *averages])
+        star = {task: "*" if task in short else "" for task in TASKS}
+        cells = [f"{found[task][key]:.1f}{star[task]}" if task in found else "–" for _, task, key in NINE]
+        for value, n, of in means(found).values():
+            partial = f" ({n} of {of})" if n < of else ""
+            cells.append("–" if value is None else f"{value:.1f}{max(star[task] for _, task, _ in NINE)}{partial}")
+        rows.append([label, *cells])
         notes += [f"* {TASKS[task].folder}: {'; '.join(parts)}" for task, parts in short.items()]
         if any(n < of for _, n, of in means(found).values()):
             notes.append("(n of m): a partial mean, of the n scores that there are")
@@ -296,13 +312,13 @@ def page(results):
     for label, runs in results.items():
         rows = [["task", "score", "median", "lowest", "highest", "seeds", "trained on", "dev rows", "rows/s", "padded"]]
         for task, found in medians(runs).items():
-            ours = [run for run in runs if run["task"] == task]
+            of_task = by_task(runs)[task]
             for key, median in found.items():
-                values = [run["scores"][key] for run in ours]
+                values = [run["scores"][key] for run in of_task]
                 split = {"mnli": "dev_mismatched" if key.endswith("_mm") else "dev_matched"}.get(task, "dev")
-                speed, padded = (np.median([run[k] for run in ours]) for k in ("rows_per_second", "padded"))
+                speed, padded = (np.median([run[k] for run in of_task]) for k in ("rows_per_second", "padded"))
                 rows.append([TASKS[task].folder, key, f"{median:.1f}", f"{min(values):.1f}", f"{max(values):.1f}",
-                             str(len(ours)), f"{ours[-1]['rows']['train']:,}", f"{ours[-1]['rows'][split]:,}",
+                             str(len(of_task)), f"{of_task[0]['rows']['train']:,}", f"{of_task[0]['rows'][split]:,}",
                              f"{speed:,.0f}", f"{padded:.0%}"])  # fmt: skip
         lines += ["", f"## {label}", "", *markdown(rows)]
     return "\n".join(["# GLUE", "", *lines, ""])
@@ -322,7 +338,7 @@ def write_predictions(path, task, outputs):
     words = [task.labels[n] for n in answers] if task.labels else [f"{v:.3f}" for v in np.clip(answers, 0, 5)]
     lines = ["index\tprediction", *(f"{i}\t{word}" for i, word in enumerate(words))]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_beside(path, lambda p: p.write_text("\n".join(lines) + "\n", encoding="utf-8"))
+    write_beside(path, lambda p: p.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n"))
 
 
 def write_submission(folder, runs):
@@ -330,10 +346,10 @@ def write_submission(folder, runs):
 
     folder/seed0/CoLA.tsv and so on are there already; each run's "predictions" names its files."""
     chosen = {}
-    for task in dict.fromkeys(run["task"] for run in runs):
-        of_task = sorted((r for r in runs if r["task"] == task), key=lambda r: next(iter(r["scores"].values())))
-        median = of_task[(len(of_task) - 1) // 2]
-        chosen |= {name: f"seed{median['seed']}/{name}" for name in median.get("predictions", ())}
+    for found in by_task([run for run in runs if run.get("predictions")]).values():
+        ranked = sorted(found, key=lambda run: next(iter(run["scores"].values())))
+        median = ranked[(len(ranked) - 1) // 2]
+        chosen |= {name: f"seed{median['seed']}/{name}" for name in median["predictions"]}
 
     def write(temporary):
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:

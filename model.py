@@ -106,7 +106,7 @@ def rotate(x, cos, sin):
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
-def pick(x, positions):
+def rows_at(x, positions):
     """Rows (B, K, C) of x (B, T, C) at positions (B, K); all of x where positions is None."""
     if positions is None:
         return x
@@ -126,7 +126,7 @@ class Attention(nn.Module):
     def forward(self, x, rope, mask, positions=None):
         B, T, C = x.shape
         heads = (B, -1, self.n_head, C // self.n_head)  # transposed: q (B, H, K, D), k and v (B, H, T, D)
-        q, k, v = (y.view(heads).transpose(1, 2) for y in (self.Wq(pick(x, positions)), self.Wk(x), self.Wv(x)))
+        q, k, v = (y.view(heads).transpose(1, 2) for y in (self.Wq(rows_at(x, positions)), self.Wk(x), self.Wv(x)))
         if rope is not None:
             cos, sin = (table[:T].to(q.dtype) for table in rope)
             at = slice(None) if positions is None else positions[:, None]  # (B, 1, K)
@@ -171,9 +171,9 @@ class Block(nn.Module):
 
     def forward(self, x, rope, mask, positions=None):
         if self.post_norm:
-            x = self.attn_norm(pick(x, positions) + self.drop(self.attn(x, rope, mask, positions)))
+            x = self.attn_norm(rows_at(x, positions) + self.drop(self.attn(x, rope, mask, positions)))
             return self.mlp_norm(x + self.drop(self.mlp(x)))
-        x = pick(x, positions) + self.drop(self.attn(self.attn_norm(x), rope, mask, positions))
+        x = rows_at(x, positions) + self.drop(self.attn(self.attn_norm(x), rope, mask, positions))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
@@ -224,7 +224,7 @@ class MaskedLM(nn.Module):
 
     def forward(self, ids, positions=None, attention_mask=None, token_types=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); at all T positions where none are given."""
-        return self.decoder(self.head(pick(self.model(ids, attention_mask, token_types), positions)))
+        return self.decoder(self.head(rows_at(self.model(ids, attention_mask, token_types), positions)))
 
     def flops_per_token(self, seq_len, predicted):
         """FLOPs per token of forward and backward on rows of T = seq_len tokens, `predicted` of them decoded.

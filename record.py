@@ -127,7 +127,10 @@ def read_glue(folder):
     """The systems in a folder's glue.json, [{"system", "weights", "protocol", "machine", "runs"}, …]."""
     path = Path(folder) / "glue.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["systems"] if path.exists() else []
+        systems = json.loads(path.read_text(encoding="utf-8"))["systems"] if path.exists() else []
+        for s in systems:
+            _ = s["system"], s["weights"], s["protocol"], [r["task"] + str(r["seed"]) for r in s["runs"]]
+        return systems
     except (ValueError, LookupError, TypeError) as e:
         sys.exit(f"{path} is broken ({e!r:.80}): move it away, and type the same again")
 
@@ -143,25 +146,26 @@ def glue_runs(folder, entry):
 
 
 def add_glue_run(folder, entry, run):
-    """Add a run to glue.json, in place of one of the same task and seed, and draw glue.md anew; the system's runs.
+    """Add a run to glue.json, in place of one of the same task, seed and data, and draw glue.md anew.
 
-    The file is read again each time, so that processes with different tasks can share it."""
+    The file is read again each time, so that several processes can work for it; of two runs that end within the same
+    milliseconds one may be lost, and is repeated by the same command."""
     systems = read_glue(folder)
     found = find_glue(systems, entry)
     if found is None:
         systems.append(found := {**entry, "runs": []})
-    others = [r for r in found["runs"] if (r["task"], r["seed"]) != (run["task"], run["seed"])]
-    found["runs"] = sorted([*others, run], key=lambda r: ([*glue.TASKS].index(r["task"]), r["seed"]))
+    found["runs"] = [r for r in found["runs"] if any(r[key] != run[key] for key in ("task", "seed", "data"))] + [run]
     text = json.dumps({"systems": systems}, indent=1)
     write_beside(Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8"))
     page = glue.page(glue_table(folder))
     write_beside(Path(folder) / "glue.md", lambda path: path.write_text(page, encoding="utf-8"))
-    return found["runs"]
 
 
 def glue_table(folder):
-    """{name: runs} of the systems in glue.json; where two differ in their weights alone, these are named too."""
-    result = {}
-    for s in read_glue(folder):
-        result[s["system"] if s["system"] not in result else f"{s['system']} [{s['weights']}]"] = s["runs"]
+    """{name: runs} of the systems in glue.json; those of equal names are numbered, in the order of their first runs."""
+    systems, result = read_glue(folder), {}
+    names = [s["system"] for s in systems]
+    for i, s in enumerate(systems):
+        number = f" ({names[: i + 1].count(s['system'])})" if names.count(s["system"]) > 1 else ""
+        result[s["system"] + number] = s["runs"]
     return result

@@ -1,9 +1,12 @@
 """What several test files share: a small data set made by prepare.py from the embedded corpus, and running scripts."""
 
+import csv
 import gzip
+import io
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -127,3 +130,26 @@ def glue_files(tmp_path_factory, sentences):
     """(folder of a small GLUE in the official layout, what was written into it)."""
     folder = tmp_path_factory.mktemp("glue")
     return folder, write_glue(folder, sentences)
+
+
+# gluebenchmark.com: rows of each file, and the labels that may stand in it.
+LEADERBOARD = {
+    "CoLA.tsv": (1063, {"0", "1"}), "SST-2.tsv": (1821, {"0", "1"}), "MRPC.tsv": (1725, {"0", "1"}),
+    "STS-B.tsv": (1379, None), "QQP.tsv": (390965, {"0", "1"}),
+    "MNLI-m.tsv": (9796, {"entailment", "neutral", "contradiction"}),
+    "MNLI-mm.tsv": (9847, {"entailment", "neutral", "contradiction"}),
+    "QNLI.tsv": (5463, {"entailment", "not_entailment"}), "RTE.tsv": (3000, {"entailment", "not_entailment"}),
+    "WNLI.tsv": (146, {"0", "1"}), "AX.tsv": (1104, {"entailment", "neutral", "contradiction"}),
+}  # fmt: skip
+
+
+def check_submission(path, counts):
+    """Every file of the zip as the leaderboard wants it: header, numbers of the rows, labels."""
+    with zipfile.ZipFile(path) as archive:
+        assert sorted(archive.namelist()) == sorted(counts)
+        for name, n in counts.items():
+            rows = list(csv.reader(io.StringIO(archive.read(name).decode()), delimiter="\t"))
+            assert rows[0] == ["index", "prediction"]
+            assert [row[0] for row in rows[1:]] == [str(i) for i in range(n)]
+            values, labels = {row[1] for row in rows[1:]}, LEADERBOARD[name][1]
+            assert values <= labels if labels else all(0 <= float(v) <= 5 for v in values)

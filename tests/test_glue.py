@@ -2,17 +2,15 @@
 
 import csv
 import gzip
-import io
 import warnings
-import zipfile
 
 import datasets
 import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
-from conftest import ROOT
-from hypothesis import example, given
+from conftest import LEADERBOARD, ROOT, check_submission
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import glue
@@ -29,9 +27,10 @@ def pair_of_lists(n):
     return st.tuples(*[st.one_of(*(st.lists(values, min_size=n, max_size=n) for values in (few, numbers)))] * 2)
 
 
-scores = st.integers(2, 60).flatmap(pair_of_lists)
+scores = st.integers(3, 60).flatmap(pair_of_lists)
 
 
+@settings(deadline=None)
 @given(classes)
 @example(([1, 1, 1], [1, 1, 1]))
 @example(([0, 0], [0, 0]))
@@ -53,9 +52,10 @@ def test_matthews_of_a_large_set():
     assert glue.matthews(labels, predicted) == pytest.approx(wanted, abs=1e-12)
 
 
+@settings(deadline=None)
 @given(scores)
 @example(([1.0, 2.0, 2.0, 3.0], [5.0, 5.0, 5.0, 5.0]))
-@example(([1.0, 1.0], [1.0, 2.0]))
+@example(([1.0, 1.0, 1.0], [1.0, 2.0, 2.0]))
 @example(([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]))
 def test_correlations_are_scipys(both):
     labels, predicted = map(np.array, both)
@@ -194,8 +194,13 @@ def test_the_official_files_have_their_official_sizes():
             assert len(texts) == n and (labels is None or len(labels) == n), (name, split)
             path = OFFICIAL / task.folder / f"{split}.tsv"
             with open(path, newline="", encoding="utf-8-sig") as f:
-                rows = list(csv.reader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
-            assert [row[-1] for row in rows[-3:]] != [] and texts[-1][-1] in rows[-1]
+                rows = list(csv.reader(f, delimiter="\t", quoting=csv.QUOTE_NONE))[-n:]  # without the header
+            column = {text: rows[0].index(text) for text in texts[0]}  # where the texts of the first row stand
+            assert texts == [tuple(row[column[text]] for text in texts[0]) for row in rows]
+            if labels is not None:
+                at = 1 if name == "cola" else 0 if name == "mrpc" else -1
+                wanted = [float(row[at]) if name == "stsb" else task.labels.index(row[at]) for row in rows]
+                assert labels.tolist() == wanted
             seen += 1
     assert seen >= 22
     assert len(glue.read("ax", "diagnostic", OFFICIAL)[0]) == 1104
@@ -208,8 +213,8 @@ def test_the_official_files_have_their_official_sizes():
 def runs(**scores):
     """One run for each task, of the official size."""
     rows = {name: {s: n for s, n in task.rows.items() if "test" not in s} for name, task in glue.TASKS.items()}
-    return [{"task": name, "seed": 0, "rows": rows[name], "scores": s, "rows_per_second": 1.0, "padded": 0.0}
-            for name, s in scores.items()]  # fmt: skip
+    facts = {"seed": 0, "data": "official", "rows_per_second": 1.0, "padded": 0.0}
+    return [{"task": name, "rows": rows[name], "scores": s, **facts} for name, s in scores.items()]
 
 
 FULL = {
@@ -244,6 +249,8 @@ def test_medians_are_taken_score_by_score():
     three = [run | {"seed": i} for i, value in enumerate(values) for run in runs(mrpc=value)]
     assert glue.medians(three) == {"mrpc": {"f1": 80.0, "accuracy": 20.0}}
     assert glue.medians(three[:2]) == {"mrpc": {"f1": 80.0, "accuracy": 20.0}}
+    other = [run | {"data": "another"} for run in runs(mrpc={"f1": 1.0, "accuracy": 2.0})]
+    assert glue.medians(three + other) == {"mrpc": {"f1": 1.0, "accuracy": 2.0}}  # never of different data
 
 
 def test_the_table_marks_what_is_partial():
@@ -262,34 +269,11 @@ def test_the_table_marks_what_is_partial():
     assert {line.count("|") for line in tables} == {14, 11}  # as many cells in every row of a table
 
 
-# gluebenchmark.com: rows of each file, and the labels that may stand in it.
-LEADERBOARD = {
-    "CoLA.tsv": (1063, {"0", "1"}), "SST-2.tsv": (1821, {"0", "1"}), "MRPC.tsv": (1725, {"0", "1"}),
-    "STS-B.tsv": (1379, None), "QQP.tsv": (390965, {"0", "1"}),
-    "MNLI-m.tsv": (9796, {"entailment", "neutral", "contradiction"}),
-    "MNLI-mm.tsv": (9847, {"entailment", "neutral", "contradiction"}),
-    "QNLI.tsv": (5463, {"entailment", "not_entailment"}), "RTE.tsv": (3000, {"entailment", "not_entailment"}),
-    "WNLI.tsv": (146, {"0", "1"}), "AX.tsv": (1104, {"entailment", "neutral", "contradiction"}),
-}  # fmt: skip
-
-
-def check_submission(path, counts):
-    """Every file of the zip as the leaderboard wants it: header, numbers of the rows, labels."""
-    with zipfile.ZipFile(path) as archive:
-        assert sorted(archive.namelist()) == sorted(counts)
-        for name, n in counts.items():
-            rows = list(csv.reader(io.StringIO(archive.read(name).decode()), delimiter="\t"))
-            assert rows[0] == ["index", "prediction"]
-            assert [row[0] for row in rows[1:]] == [str(i) for i in range(n)]
-            values, labels = {row[1] for row in rows[1:]}, LEADERBOARD[name][1]
-            assert values <= labels if labels else all(0 <= float(v) <= 5 for v in values)
-
-
 def test_a_submission_has_the_official_rows_and_labels(tmp_path, capsys):
     rng, runs = np.random.default_rng(0), {}
     assert sorted(glue.SUBMISSION) == sorted(LEADERBOARD)
     for name, (task, split) in glue.SUBMISSION.items():
-        run = runs.setdefault(task, {"task": task, "seed": 0, "scores": {"any": 1.0}, "predictions": {}})
+        run = runs.setdefault(task, {"task": task, "seed": 0, "data": 0, "scores": {"any": 1.0}, "predictions": {}})
         run["predictions"][name] = ""
         task = glue.AX if name == "AX.tsv" else glue.TASKS[task]
         n = task.rows[split]
@@ -306,3 +290,16 @@ def test_a_submission_has_the_official_rows_and_labels(tmp_path, capsys):
     glue.write_submission(tmp_path, runs.values())
     assert "also wants" not in capsys.readouterr().out
     check_submission(tmp_path / "submission.zip", {name: n for name, (n, _) in LEADERBOARD.items()})
+
+
+def test_a_submission_takes_the_median_seed_of_those_that_answered(tmp_path, capsys):
+    found = [{"task": "rte", "seed": seed, "data": 0, "scores": {"accuracy": score}, "predictions": {"RTE.tsv": ""}}
+             for seed, score in enumerate((55.0, 70.0, 60.0, 99.0, 98.0))]  # fmt: skip
+    for run in found[3:]:
+        del run["predictions"]
+    for seed in range(3):
+        glue.write_predictions(tmp_path / f"seed{seed}/RTE.tsv", glue.TASKS["rte"], np.eye(2)[[seed % 2]])
+    glue.write_submission(tmp_path, found)
+    printed = capsys.readouterr().out
+    assert "submission.zip: seed2/RTE.tsv" in printed and "also wants CoLA.tsv" in printed
+    check_submission(tmp_path / "submission.zip", {"RTE.tsv": 1})

@@ -150,9 +150,9 @@ def test_a_last_block_that_computes_only_what_is_read_changes_nothing(switches):
     ids, mask = batch()
     positions = torch.tensor([[0, 3, 16], [11, 1, 1], [4, 2, 0]])
     gradients = []
-    for given in (None, positions):
-        x = model(ids, mask, positions=given)
-        x = x if given is not None else x.gather(1, positions[..., None].expand(-1, -1, 32))
+    for at in (None, positions):
+        x = model(ids, mask, positions=at)
+        x = x if at is not None else x.gather(1, positions[..., None].expand(-1, -1, 32))
         assert x.shape == (3, 3, 32)
         gradients.append([x, *torch.autograd.grad(x.square().sum(), list(model.parameters()))])
     scale = max(g.abs().max().item() for g in gradients[0])  # a bias of Wk has a gradient of rounding errors alone

@@ -6,7 +6,7 @@
 
 One set of hyper-parameters for all tasks (arXiv 2212.14034, section 5), each task's own training data and nothing else,
 the score after the last epoch, the median over seeds. The model's folder gets glue.md, the table, and glue.json, every
-seed's scores; a run that was stopped goes on behind the last (task, seed) that is in there.
+seed's scores; a run that was stopped does what is not in there yet.
 """
 
 import difflib
@@ -25,11 +25,11 @@ from configurator import configure, require
 
 model = "out/fineweb_edu"    # folder of a run of train.py; the results go there too
 glue_dir = ""                # folder of the official files (CoLA/train.tsv, …), perhaps gzipped; '' = from the Hub
-tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # the paper leaves out wnli; it can be named
-seeds = 5                    # fine-tunings of each task: of the fresh layers, the dropout and the order of the rows
+tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # with commas between; wnli, which the paper leaves out, can be named
+seeds = 5                    # fine-tunings of each task, which differ in fresh layers, dropout and order of the rows
 epochs = 5                   # passes over a task's training data
 baseline = ""                # instead of the model: scratch (the same without pre-training) | hf:PATH_OR_NAME
-predict_test = False         # write the files for gluebenchmark.com too
+predict_test = False         # write the files for gluebenchmark.com too; what was done without them is repeated
 glue_batch = 16              # rows per optimiser step
 glue_lr = 4e-5               # peak learning rate of AdamW
 glue_warmup = 0.1            # share of the steps in which it rises; then a cosine down to 0
@@ -56,7 +56,7 @@ import glue
 import machine
 import record
 from data import Ragged, batches_by_length
-from model import Classifier, MaskedLM, load, write_beside
+from model import Classifier, MaskedLM, load
 from tokenizer import CLS, PAD, SEP, Tokenizer
 
 # The paper's values: a table names what a run did otherwise.
@@ -71,8 +71,8 @@ class System:
     """What is fine-tuned: this model, the same without pre-training, or one of transformers'."""
 
     name: str
-    weights: str  # fingerprint of what fine-tuning starts from
-    tokenizer: str  # fingerprint
+    weights: str  # fingerprint of all that fine-tuning starts from
+    tokenizer: str  # fingerprint of what encode does
     encode: Callable  # [(sentence,) or (first, second), …] -> [(ids, how many of them belong to the first), …]
     pad: int
     two_types: bool  # whether it tells the first sentence from the second by token types
@@ -125,66 +125,74 @@ def ours(folder, scratch):
     name, key = Path(folder).resolve().name, fingerprint((Path(folder) / "tokenizer.json").read_bytes())
     weights = fingerprint(key, asdict(config), b"" if scratch else (Path(folder) / "model.safetensors").read_bytes())
     name = f"{name} without pre-training" if scratch else name
-    return System(name, weights, key, encode, PAD, config.token_types > 1, build, glue_batch, glue_lr, PAPER_OURS)
+    return System(name=name, weights=weights, tokenizer=key, encode=encode, pad=PAD, two_types=config.token_types > 1,
+                  build=build, batch=glue_batch, lr=glue_lr, paper=PAPER_OURS)  # fmt: skip
 
 
 class HuggingFace(nn.Module):
     """A classifier of transformers with the signature of ours."""
 
-    def __init__(self, name, n_outputs):
+    def __init__(self, name, n_outputs, **options):
         from transformers import AutoModelForSequenceClassification as Auto
 
         super().__init__()
-        options = {"dtype": torch.float32, "ignore_mismatched_sizes": True}  # of an old head with other labels
-        self.model = Auto.from_pretrained(name, num_labels=n_outputs, **options)
+        options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True}  # an old head may have had other labels
+        self.model, self.info = Auto.from_pretrained(name, num_labels=n_outputs, output_loading_info=True, **options)
 
     def forward(self, ids, attention_mask, token_types):
+        mask = None if attention_mask is None else attention_mask.long()
         types = {} if token_types is None else {"token_type_ids": token_types}
-        return self.model(input_ids=ids, attention_mask=attention_mask, **types).logits
+        return self.model(input_ids=ids, attention_mask=mask, **types).logits
 
 
 def hugging_face(name):
-    """The System of an encoder of transformers, a folder or a name on the Hub."""
+    """The System of an encoder of transformers, a folder or a name on the Hub; exits with one line if it is none."""
     try:
         from transformers import AutoTokenizer, logging
 
         logging.set_verbosity_error()  # or each fine-tuning tells that the classifier is new
         logging.disable_progress_bar()
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        key, config = tokenizer.backend_tokenizer.to_str(), HuggingFace(name, 2).model.config
-    except ImportError:
-        sys.exit("--baseline=hf:… needs a package: pip install transformers")
+        tokenizer, net = AutoTokenizer.from_pretrained(name), HuggingFace(name, 2)
+        words = tokenizer.backend_tokenizer.to_str()
+    except ModuleNotFoundError as e:
+        sys.exit(f"--baseline=hf:{name} needs a package: pip install {e.name}")
     except Exception as e:
         sys.exit(f"transformers cannot load {name}: {(str(e).strip() or repr(e)).splitlines()[0]:.200}")
+    config, two_types = net.model.config, "token_type_ids" in tokenizer.model_input_names
+    base = {k: v for k, v in net.model.state_dict().items() if k.startswith(net.model.base_model_prefix + ".")}
+    wrong = {*net.info["missing_keys"], *(key for key, *_ in net.info["mismatched_keys"])} & base.keys()
+    if wrong := sorted(key for key in wrong if "pooler" not in key):
+        sys.exit(f"{name} is incomplete: {len(wrong)} of its weights are missing or of another shape, as {wrong[0]}")
     if tokenizer.pad_token_id is None or len(tokenizer) > config.vocab_size:
         sizes = f"its tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}"
         sys.exit(f"{name} cannot work: {sizes}, the padding token is {tokenizer.pad_token}")
-    if (most := getattr(config, "max_position_embeddings", glue_seq_len)) < glue_seq_len:
+    if 0 < (most := getattr(config, "max_position_embeddings", 0)) < glue_seq_len:
         sys.exit(f"{name} takes at most {most} tokens: type --glue_seq_len={most // 8 * 8}")
-    two_types = "token_type_ids" in tokenizer.model_input_names
 
     def encode(texts):
-        columns = [list(column) for column in zip(*texts, strict=True)]
-        batch = tokenizer(*columns, truncation=True, max_length=glue_seq_len, return_token_type_ids=two_types)
-        ids = batch["input_ids"]
-        types = batch["token_type_ids"] if two_types else ids
-        return [(np.array(i), t.count(0) if two_types else len(i)) for i, t in zip(ids, types, strict=True)]
+        for i in range(0, len(texts), 10000):  # some kB a row are needed on the way
+            columns = [list(column) for column in zip(*texts[i : i + 10000], strict=True)]
+            batch = tokenizer(*columns, truncation=True, max_length=glue_seq_len, return_token_type_ids=two_types)
+            types = batch["token_type_ids"] if two_types else batch["input_ids"]
+            for ids, t in zip(batch["input_ids"], types, strict=True):
+                yield np.array(ids), t.count(0) if two_types else len(ids)
 
     def build(n_outputs):
-        return HuggingFace(name, n_outputs)
+        return HuggingFace(name, n_outputs, local_files_only=True)
 
-    key, pad = fingerprint(key, two_types), tokenizer.pad_token_id
-    files = [path.read_bytes() for path in sorted(Path(name).glob("*")) if path.suffix in (".safetensors", ".bin")]
-    return System(name, fingerprint(key, name, *files), key, encode, pad, two_types, build, hf_batch, hf_lr, PAPER_HF)
+    weights = fingerprint(words, config.to_json_string(), *(t.numpy().tobytes() for t in base.values()))
+    return System(name=name, weights=weights, tokenizer=fingerprint(words, two_types), encode=encode,
+                  pad=tokenizer.pad_token_id, two_types=two_types, build=build, batch=hf_batch, lr=hf_lr,
+                  paper=PAPER_HF)  # fmt: skip
 
 
 def tokenised(system, task, split):
     """{"ids" (all tokens, one row behind the other), "length", "first", "labels", "source"} of a split, from the cache.
 
-    Arrays; source is a fingerprint of the data. Raises what glue.read raises."""
+    Arrays; source is a fingerprint of texts and labels. Raises what glue.read raises."""
     part = glue.AX if task == "ax" else glue.TASKS[task]
     source = glue.find(part, split, glue_dir).read_bytes() if glue_dir else "hub"
-    key = fingerprint("format 1", system.tokenizer, glue_seq_len, task, split, source)
+    key = fingerprint("format 2", system.tokenizer, glue_seq_len, task, split, source)
     path = Path(glue_cache) / f"{task}-{split}-{key}.npz"
     if glue_cache and path.exists():
         try:
@@ -196,16 +204,12 @@ def tokenised(system, task, split):
     rows = list(system.encode(texts))
     arrays = {"ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
               "length": np.array([len(ids) for ids, _ in rows]), "first": np.array([first for _, first in rows]),
-              "labels": np.zeros(0) if labels is None else labels, "source": np.array(fingerprint(source))}  # fmt: skip
-
-    def write(temporary):
-        with open(temporary, "wb") as f:  # np.savez would add its own suffix to a path
-            np.savez(f, **arrays)
-
+              "labels": np.zeros(0) if labels is None else labels,
+              "source": np.array(fingerprint(*texts, labels))}  # fmt: skip
     if glue_cache:
         path.parent.mkdir(parents=True, exist_ok=True)
-        mine = path.with_name(f"{path.name}.{os.getpid()}")  # another process may be at the same file
-        write_beside(mine, write)
+        mine = path.with_name(f"{os.getpid()}-{path.name}")  # another process may be writing the same
+        np.savez(mine, **arrays)
         mine.replace(path)
     return arrays
 
@@ -279,21 +283,25 @@ def check_settings():
 
 def read_all(system, names):
     """{task: {split, or file of a submission: arrays}}; says which tasks and files are missing and leaves them out."""
+    from tqdm import tqdm
+
     result = {}
-    for name in names:
-        task = glue.TASKS[name]
-        wanted = {split: (name, split) for split in task.rows if not split.startswith("test")}
-        answers = {file: where for file, where in glue.SUBMISSION.items() if where[0] == name and predict_test}
+    for name in tqdm(names, desc="reading", leave=False, disable=None):
+        task, files = glue.TASKS[name], {file: at for file, at in glue.SUBMISSION.items() if at[0] == name}
         try:
-            result[name] = {split: tokenised(system, *where) for split, where in wanted.items()}
+            result[name] = {split: tokenised(system, name, split) for split in task.rows if "test" not in split}
         except FileNotFoundError as e:
             print(f"{name} is left out: {e}")
             continue
-        for file, (_, split) in answers.items():
+        for file, (_, split) in files.items() if predict_test else ():
             try:
-                result[name][file] = tokenised(system, "ax" if split == "diagnostic" else name, split)
+                found = tokenised(system, "ax" if file == "AX.tsv" else name, split)
             except FileNotFoundError as e:
                 print(f"{file} is left out: {e}")
+                continue
+            result[name][file] = found
+            if (n := len(found["length"])) != (official := (glue.AX if file == "AX.tsv" else task).rows[split]):
+                print(f"{file} will have {n:,} rows, the leaderboard wants {official:,}")
     if not result:
         sys.exit("no task is left: point --glue_dir to a folder with the official files, or '' to take the Hub's")
     return result
@@ -306,13 +314,19 @@ def facts_of(name, splits):
             "data": {split: str(a["source"]) for split, a in known.items()}}  # fmt: skip
 
 
+def predictions(splits, folder):
+    """{file of a submission: fingerprint of the test set it answers and of what it says}, of those in folder."""
+    paths = {file: folder / file for file in splits if file in glue.SUBMISSION}
+    return {file: fingerprint(splits[file]["source"], p.read_bytes()) for file, p in paths.items() if p.exists()}
+
+
 def is_done(run, name, seed, splits, folder):
     """Whether run is this one, on the same data, and its answers to the test sets are in folder as it wrote them."""
-    paths = {file: folder / f"seed{seed}" / file for file in splits if file in glue.SUBMISSION}
-    found = {file: fingerprint(path.read_bytes()) for file, path in paths.items() if path.exists()}
-    kept = {file: run.get("predictions", {}).get(file) for file in paths}
     wanted = {"task": name, "seed": seed, **facts_of(name, splits)}
-    return all(run[key] == value for key, value in wanted.items()) and found == kept
+    if any(run[key] != value for key, value in wanted.items()):
+        return False
+    kept = {file: run["predictions"].get(file) for file in splits if file in glue.SUBMISSION}
+    return kept == predictions(splits, folder / f"seed{seed}")
 
 
 def run_once(system, name, seed, splits, folder, dev, amp_dtype, tick):
@@ -320,19 +334,19 @@ def run_once(system, name, seed, splits, folder, dev, amp_dtype, tick):
     task, data = glue.TASKS[name], {s: Ragged(a, system.pad, system.two_types, dev) for s, a in splits.items()}
     torch.manual_seed(seed)
     net = system.build(task.n_outputs).to(dev)
-    run = {"task": name, "seed": seed, "scores": {}, **facts_of(name, splits)}
+    run = {"task": name, "seed": seed, "scores": {}, **facts_of(name, splits), "date": time.strftime("%Y-%m-%d"),
+           "device": machine.describe(dev)["device"]}  # fmt: skip
     run |= train(system, net, data["train"], seed, amp_dtype, tick)
     for split in (s for s in splits if s != "train"):
         outputs = predict(net, data[split], amp_dtype)
         if split in glue.SUBMISSION:
             path = folder / f"seed{seed}" / split
             glue.write_predictions(path, glue.AX if split == "AX.tsv" else task, outputs)
-            run.setdefault("predictions", {})[split] = fingerprint(path.read_bytes())
         else:
             scores = glue.score(name, splits[split]["labels"], outputs)
             end = "_mm" if split.endswith("mismatched") else ""
             run["scores"] |= {key + end: value for key, value in scores.items()}
-    return run
+    return run | {"predictions": predictions(splits, folder / f"seed{seed}")}
 
 
 def main():
@@ -341,6 +355,7 @@ def main():
     names, folder = check_settings(), Path(model)
     dev, amp_dtype = machine.pick(device, dtype)
     torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for each of the many shapes
     if not folder.is_dir():
         sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
     foreign = baseline.startswith("hf:")
@@ -353,7 +368,7 @@ def main():
     except ValueError as e:
         sys.exit(str(e))
     changed = [f"{key}={globals()[key]}" for key, value in system.paper.items() if globals()[key] != value]
-    changed += [f"dtype={dtype}"] if dtype != "auto" else []
+    changed += [f"dtype={dtype}"] if amp_dtype != machine.pick(device, "auto")[1] else []
     entry = {"system": ", ".join([system.name, *changed]), "weights": system.weights, "machine": machine.describe(dev),
              "protocol": {key: globals()[key] for key in system.paper} | {"dtype": str(amp_dtype)}}  # fmt: skip
     every = [(name, seed) for name in splits for seed in range(seeds)]
@@ -365,6 +380,7 @@ def main():
 
     if found := done(every):
         print(f"{len(found)} of {len(every)} fine-tunings are in {folder}/glue.json already")
+        record.add_glue_runs(folder, entry, [*found.values()])  # the last ones decide which data the table is about
     todo = [job for job in every if job not in found]
     total = sum(int(splits[name]["train"]["length"].sum()) * epochs for name, _ in todo)
     bar = tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, smoothing=0.02)
@@ -376,14 +392,14 @@ def main():
         except FloatingPointError as e:
             failed.append(f"{name}, seed {seed}: {e}")
             continue
-        record.add_glue_run(folder, entry, run)
+        record.add_glue_runs(folder, entry, [run])
         words = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
         bar.write(f"{name}, seed {seed}: {words}  ({run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s, "
                   f"{run['padded']:.0%} padding)")  # fmt: skip
     bar.close()
     if predict_test:
         glue.write_submission(answers, [*done(every).values()])
-    print("", *glue.table(record.glue_table(folder)), "", sep="\n")
+    print("", *glue.table(record.glue_systems(folder)), "", sep="\n")
     print(f"{folder}: glue.md (this table, and each score's spread), glue.json")
     if failed:
         sys.exit("\n".join(failed))

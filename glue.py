@@ -66,13 +66,12 @@ NINE = (
     ("QNLI", "qnli", "accuracy"), ("RTE", "rte", "accuracy"),
 )  # fmt: skip
 # Published dev scores in that order, and the mean as published; None: not published.
-PAPER = "Geiping and Goldstein, arXiv 2212.14034"
-SOURCES = (PAPER,)
+SOURCE = "Geiping and Goldstein, arXiv 2212.14034"
 REFERENCES = (
-    ("RoBERTa-base", (60.2, 93.7, 91.4, 90.4, 88.3, 86.6, 86.4, 92.1, 77.3), 85.1, PAPER),
-    ("BERT-base", (56.5, 91.9, 89.3, 86.7, 87.7, 83.2, 83.4, 90.6, 59.2), 80.9, PAPER),
-    ("crammed BERT, a day on an A6000", (51.8, *(None,) * 8), 80.4, PAPER),
-    ("BERT-base without pre-training", (0.0, 79.9, 77.9, 17.8, 68.6, 34.1, 34.1, 50.0, 47.3), 45.5, PAPER),
+    ("RoBERTa-base", (60.2, 93.7, 91.4, 90.4, 88.3, 86.6, 86.4, 92.1, 77.3), 85.1),
+    ("BERT-base", (56.5, 91.9, 89.3, 86.7, 87.7, 83.2, 83.4, 90.6, 59.2), 80.9),
+    ("crammed BERT, one day", (51.8, *(None,) * 8), 80.4),
+    ("BERT-base, no pre-training", (0.0, 79.9, 77.9, 17.8, 68.6, 34.1, 34.1, 50.0, 47.3), 45.5),
 )
 
 
@@ -90,11 +89,11 @@ def read(name, split, glue_dir):
 
 def find(task, split, glue_dir):
     """The path of a split's file."""
-    path = Path(glue_dir) / task.folder / f"{split}.tsv"
-    found = [p for p in (path, path.with_name(path.name + ".gz")) if p.exists()]
-    if not found:
-        raise FileNotFoundError(f"{path} not found: fetch it, or name a --glue_dir that has it")
-    return found[0]
+    folders = [Path(glue_dir) / task.folder, *([Path(glue_dir) / "diagnostic"] if task is AX else [])]  # both are used
+    for path in (folder / f"{split}.tsv{end}" for folder in folders for end in ("", ".gz")):
+        if path.exists():
+            return path
+    raise FileNotFoundError(f"{folders[0]}/{split}.tsv not found: fetch it, or name a --glue_dir that has it")
 
 
 def read_tsv(task, split, glue_dir):
@@ -116,7 +115,7 @@ def read_tsv(task, split, glue_dir):
         fields = line.split("\t")
         if not line.strip():
             continue
-        if len(fields) < len(header) and (task.folder, split) == ("QQP", "train"):  # as on the Hub, which has none
+        if len(fields) < len(header) and task.folder == "QQP" and split != "test":  # as the Hub does, which has none
             broken += 1
             continue
         if len(fields) != len(header):
@@ -277,18 +276,19 @@ def summary(results):
         found, short = medians(runs), shortfall(runs)
         star = {task: "*" if task in short else "" for task in TASKS}
         cells = [f"{found[task][key]:.1f}{star[task]}" if task in found else "–" for _, task, key in NINE]
-        for value, n, of in means(found).values():
-            partial = f" ({n} of {of})" if n < of else ""
-            cells.append("–" if value is None else f"{value:.1f}{max(star[task] for _, task, _ in NINE)}{partial}")
-        rows.append([label, *cells])
+        for name, (value, n, of) in means(found).items():
+            marks = max(star[task] for _, task, _ in NINE if task != "cola" or name != "without CoLA")
+            cells.append("–" if value is None else f"{value:.1f}{marks}" + (f" ({n} of {of})" if n < of else ""))
+        counts = [len(of_task) for of_task in by_task(runs).values()]
+        spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        rows.append([f"{label}; seeds: {spread}", *cells])
         notes += [f"* {TASKS[task].folder}: {'; '.join(parts)}" for task, parts in short.items()]
         if any(n < of for _, n, of in means(found).values()):
             notes.append("(n of m): a partial mean, of the n scores that there are")
-    for name, nine, mean, source in REFERENCES:
-        rows.append([f"{name} [{SOURCES.index(source) + 1}]", *("–" if v is None else f"{v:.1f}" for v in nine)])
-        rows[-1] += [f"{mean:.1f}", f"{np.mean(nine[1:]):.1f}" if None not in nine else "–", "–"]
-    notes += [f"[{i}] as published: {source}" for i, source in enumerate(SOURCES, 1)]
-    return rows, list(dict.fromkeys(notes))
+    for name, nine, mean in REFERENCES:
+        rows.append([f"{name} †", *("–" if v is None else f"{v:.1f}" for v in nine), f"{mean:.1f}"])
+        rows[-1] += ["–" if None in nine else f"{np.mean(nine[1:]):.1f}", "–"]
+    return rows, [*dict.fromkeys(notes), f"† as published: {SOURCE}"]
 
 
 def table(results):
@@ -320,7 +320,8 @@ def page(results):
                 rows.append([TASKS[task].folder, key, f"{median:.1f}", f"{min(values):.1f}", f"{max(values):.1f}",
                              str(len(of_task)), f"{of_task[0]['rows']['train']:,}", f"{of_task[0]['rows'][split]:,}",
                              f"{speed:,.0f}", f"{padded:.0%}"])  # fmt: skip
-        lines += ["", f"## {label}", "", *markdown(rows)]
+        made = ", ".join(dict.fromkeys(f"{run['date']} on {run['device']}" for run in runs))
+        lines += ["", f"## {label}", "", *markdown(rows), "", made]
     return "\n".join(["# GLUE", "", *lines, ""])
 
 
@@ -346,7 +347,7 @@ def write_submission(folder, runs):
 
     folder/seed0/CoLA.tsv and so on are there already; each run's "predictions" names its files."""
     chosen = {}
-    for found in by_task([run for run in runs if run.get("predictions")]).values():
+    for found in by_task([run for run in runs if run["predictions"]]).values():
         ranked = sorted(found, key=lambda run: next(iter(run["scores"].values())))
         median = ranked[(len(ranked) - 1) // 2]
         chosen |= {name: f"seed{median['seed']}/{name}" for name in median["predictions"]}

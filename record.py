@@ -129,9 +129,11 @@ def read_glue(folder):
     try:
         systems = json.loads(path.read_text(encoding="utf-8"))["systems"] if path.exists() else []
         for s in systems:
-            _ = s["system"], s["weights"], s["protocol"], [r["task"] + str(r["seed"]) for r in s["runs"]]
+            keys = {"task", "seed", "rows", "data", "scores", "predictions", "date", "device"}
+            if not {"system", "weights", "protocol"} <= s.keys() or any(keys - r.keys() for r in s["runs"]):
+                raise ValueError("a run without all of its facts")
         return systems
-    except (ValueError, LookupError, TypeError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
         sys.exit(f"{path} is broken ({e!r:.80}): move it away, and type the same again")
 
 
@@ -145,23 +147,24 @@ def glue_runs(folder, entry):
     return found["runs"] if found else []
 
 
-def add_glue_run(folder, entry, run):
-    """Add a run to glue.json, in place of one of the same task, seed and data, and draw glue.md anew.
-
-    The file is read again each time, so that several processes can work for it; of two runs that end within the same
-    milliseconds one may be lost, and is repeated by the same command."""
+def add_glue_runs(folder, entry, runs):
+    """Add runs to glue.json, each in place of one of the same task, seed and data, and draw glue.md anew."""
     systems = read_glue(folder)
     found = find_glue(systems, entry)
     if found is None:
         systems.append(found := {**entry, "runs": []})
-    found["runs"] = [r for r in found["runs"] if any(r[key] != run[key] for key in ("task", "seed", "data"))] + [run]
+
+    def what(run):
+        return run["task"], run["seed"], run["data"]
+
+    found["runs"] = [r for r in found["runs"] if what(r) not in map(what, runs)] + runs
     text = json.dumps({"systems": systems}, indent=1)
     write_beside(Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8"))
-    page = glue.page(glue_table(folder))
+    page = glue.page(glue_systems(folder))
     write_beside(Path(folder) / "glue.md", lambda path: path.write_text(page, encoding="utf-8"))
 
 
-def glue_table(folder):
+def glue_systems(folder):
     """{name: runs} of the systems in glue.json; those of equal names are numbered, in the order of their first runs."""
     systems, result = read_glue(folder), {}
     names = [s["system"] for s in systems]

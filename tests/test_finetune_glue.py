@@ -204,6 +204,15 @@ def test_dropout_is_on_in_training_alone(model, settings):
     net = ft.ours(model, False).build(2)
     assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
     assert {layer.attn.dropout for layer in net.model.layers} == {0.1}
+    system = ft.ours(model, False)
+    data = Ragged(ft.tokenised(system, "rte", "dev"), 0, False, torch.device("cpu"))
+    outputs = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        outputs.append(ft.predict(net.train(), data, torch.float32))
+    assert np.array_equal(*outputs)
+    ft.train(system, net.eval(), data, 0, torch.float32, lambda tokens: None)
+    assert net.training
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +274,9 @@ def test_other_data_other_weights_or_another_protocol_are_not_what_was_done(fini
     page = (model / "glue.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith("| CoLA")]
     assert [cell.strip() for cell in line.split("|")][6] == "1"  # seeds of the last data alone
+    done = run(model, glue_files, tasks="cola", seeds=2)  # the first data again: done, and what the table is about
+    (line,) = [line for line in (model / "glue.md").read_text().splitlines() if line.startswith("| CoLA")]
+    assert "2 of 2 fine-tunings" in done.stdout and [cell.strip() for cell in line.split("|")][6] == "2"
     torch.manual_seed(1)
     save(MaskedLM(ModelConfig(**SIZES)), model)
     done = run(model, glue_files, tasks="cola", seeds=1)
@@ -313,6 +325,43 @@ def test_both_baselines_land_in_the_same_table(finished, tmp_path, glue_files):
     assert "| model without pre-training, epochs=2" in page and "hf_batch=8" in page and page.count("## ") == 3
 
 
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
+def test_encoders_of_transformers(kind, settings, tmp_path, data_dir, sentences):
+    """Small random ones: token types only where the model has them, whatever is incomplete or too short refused."""
+    names = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    if kind == "DistilBert":
+        names = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 48}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=600, pad_token_id=0, **names)
+    getattr(transformers, f"{kind}Model")(config).save_pretrained(tmp_path)
+    inputs = ["input_ids", *(["token_type_ids"] if kind == "Bert" else []), "attention_mask"]
+    roles = json.loads((data_dir / "tokenizer_config.json").read_text()) | {"model_input_names": inputs}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(roles))
+    shutil.copyfile(data_dir / "tokenizer.json", tmp_path / "tokenizer.json")
+    system = ft.hugging_face(str(tmp_path))
+    assert system.two_types == (kind == "Bert") and (system.batch, system.lr) == (32, 2e-5)
+    settings.setattr(system, "batch", 8)
+    data = Ragged(ft.tokenised(system, "mnli", "train"), system.pad, system.two_types, torch.device("cpu"))
+    pairs = list(system.encode([(a, b) for a, b in zip(sentences, reversed(sentences), strict=True)]))
+    for ids, first in pairs:
+        assert first == (ids.tolist().index(2) + 1 if kind == "Bert" else len(ids))  # up to the first [SEP]
+    net = system.build(3)
+    before = ft.predict(net, data, torch.float32)
+    ft.train(system, net, data, 0, torch.float32, lambda tokens: None)
+    assert before.shape == (40, 3) and not np.allclose(before, ft.predict(net, data, torch.float32), atol=1e-4)
+
+    spec = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(spec | {"attention_dropout": 0.3, "hidden_dropout_prob": 0.3}))
+    assert ft.hugging_face(str(tmp_path)).weights != system.weights
+    wide = "dim" if kind == "DistilBert" else "hidden_size"
+    (tmp_path / "config.json").write_text(json.dumps(spec | {wide: 64}))
+    with pytest.raises(SystemExit, match="is incomplete"):
+        ft.hugging_face(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(spec))
+    settings.setattr(ft, "glue_seq_len", 1024)
+    with pytest.raises(SystemExit, match=r"takes at most 51\d tokens: type --glue_seq_len=512"):
+        ft.hugging_face(str(tmp_path))
+
+
 def test_a_submission_of_all_tasks(model, glue_files):
     names = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte,wnli"
     done = run(model, glue_files, tasks=names, predict_test=True, epochs=1, seeds=3)
@@ -320,9 +369,14 @@ def test_a_submission_of_all_tasks(model, glue_files):
     files = ("CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI-m", "MNLI-mm", "QNLI", "RTE", "WNLI", "AX")
     check_submission(model / "submission/submission.zip", {f"{f}.tsv": 7 for f in files})
     assert " of 9)" not in done.stdout and "also wants" not in done.stdout
+    assert "RTE.tsv will have 7 rows, the leaderboard wants 3,000" in done.stdout
     shutil.rmtree(model / "submission/seed1")
     again = run(model, glue_files, tasks=names, predict_test=True, epochs=1, seeds=3)
     assert "18 of 27 fine-tunings" in again.stdout and (model / "submission/seed1/AX.tsv").exists()
+    folder = shutil.copytree(glue_files[0], model.parent / "other")
+    (folder / "RTE/test.tsv").write_text((folder / "RTE/test.tsv").read_text().replace("the", "a"))
+    other = run(model, glue_files, glue_dir=folder, tasks=names, predict_test=True, epochs=1, seeds=1)
+    assert "8 of 9 fine-tunings" in other.stdout  # another test set has to be answered anew
 
 
 def test_missing_files_leave_out_their_task(model, glue_files, tmp_path):

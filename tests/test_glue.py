@@ -110,16 +110,17 @@ def test_nothing_in_a_line_is_special_but_tabs(tmp_path, packed, end):
     assert texts == ROWS and labels.tolist() == [0] * len(ROWS)
 
 
-def test_rows_with_too_few_columns_are_left_out_of_training_data_alone(tmp_path, capsys):
+def test_rows_with_too_few_columns_are_left_out_of_qqp_but_for_its_test_set(tmp_path, capsys):
     lines = ["id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", "0\t1\t2\ta\tb\t1", "1\t1\t2\ta", "2\t1\t2\tc\td\t0"]
     (tmp_path / "QQP").mkdir()
-    for split in ("train", "dev"):
+    for split in ("train", "dev", "test"):
         (tmp_path / f"QQP/{split}.tsv").write_text("\n".join(lines))
-    texts, labels = glue.read("qqp", "train", tmp_path)
-    assert texts == [("a", "b"), ("c", "d")] and labels.tolist() == [1, 0]
-    assert "left out 1 rows" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"dev.tsv, line 3: 4 columns where the header has 6"):
-        glue.read("qqp", "dev", tmp_path)
+    for split in ("train", "dev"):
+        texts, labels = glue.read("qqp", split, tmp_path)
+        assert texts == [("a", "b"), ("c", "d")] and labels.tolist() == [1, 0]
+        assert "left out 1 rows" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"test.tsv, line 3: 4 columns where the header has 6"):
+        glue.read("qqp", "test", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,8 @@ def test_the_official_files_have_their_official_sizes():
 def runs(**scores):
     """One run for each task, of the official size."""
     rows = {name: {s: n for s, n in task.rows.items() if "test" not in s} for name, task in glue.TASKS.items()}
-    facts = {"seed": 0, "data": "official", "rows_per_second": 1.0, "padded": 0.0}
+    facts = {"seed": 0, "data": "official", "rows_per_second": 1.0, "padded": 0.0, "predictions": {}}
+    facts |= {"date": "2026-01-01", "device": "cpu"}
     return [{"task": name, "rows": rows[name], "scores": s, **facts} for name, s in scores.items()]
 
 
@@ -238,10 +240,16 @@ def test_the_three_averages():
 
 
 def test_the_published_means_are_the_mean_of_nine():
-    full = [(nine, mean) for _, nine, mean, _ in glue.REFERENCES if None not in nine]
+    full = [(nine, mean) for _, nine, mean in glue.REFERENCES if None not in nine]
     assert len(full) == 3
     for nine, mean in full:
         assert np.mean(nine) == pytest.approx(mean, abs=0.1)
+
+
+def test_the_mean_without_cola_is_whole_when_only_cola_is_partial():
+    partial = [run | {"rows": run["rows"] | ({"train": 100} if run["task"] == "cola" else {})} for run in runs(**FULL)]
+    (line,) = [line for line in glue.table({"part": partial}) if line.startswith("part")]
+    assert "50.0*" in line and "79.4*" in line and " 83.1 " in line
 
 
 def test_medians_are_taken_score_by_score():
@@ -257,13 +265,13 @@ def test_the_table_marks_what_is_partial():
     partial = [run | {"rows": run["rows"] | ({"train": 100} if run["task"] == "qqp" else {})} for run in runs(**FULL)]
     results = {"whole": runs(**FULL), "part": partial, "rest": runs(rte=FULL["rte"])}
     whole, part, rest = (next(line for line in glue.table(results) if line.startswith(k)) for k in results)
-    assert "*" not in whole and "of" not in whole and "79.4" in whole
+    assert "*" not in whole and " of " not in whole and "79.4" in whole
     assert "87.0*" in part and "82.0*" not in part and part.count("79.4*") == 1
     assert "60.0 (1 of 9)" in rest and "60.0 (1 of 8)" in rest
     text = "\n".join(glue.table(results))
     assert "* QQP: train: 100 of 363,846 rows" in text and "(n of m): a partial mean" in text
     page = glue.page(results)
-    for heading in ("## whole", "| RoBERTa-base [1] ", " spearman |", "\\* QQP: train: 100 of"):
+    for heading in ("## whole", "| RoBERTa-base † ", "whole; seeds: 1", " spearman |", "\\* QQP: train: 100 of"):
         assert heading in page
     tables = [line for line in page.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in tables} == {14, 11}  # as many cells in every row of a table
@@ -296,7 +304,7 @@ def test_a_submission_takes_the_median_seed_of_those_that_answered(tmp_path, cap
     found = [{"task": "rte", "seed": seed, "data": 0, "scores": {"accuracy": score}, "predictions": {"RTE.tsv": ""}}
              for seed, score in enumerate((55.0, 70.0, 60.0, 99.0, 98.0))]  # fmt: skip
     for run in found[3:]:
-        del run["predictions"]
+        run["predictions"] = {}
     for seed in range(3):
         glue.write_predictions(tmp_path / f"seed{seed}/RTE.tsv", glue.TASKS["rte"], np.eye(2)[[seed % 2]])
     glue.write_submission(tmp_path, found)

@@ -1,12 +1,15 @@
 """Fine-tuning against a plain loop around transformers' own classifier, and the script as a user runs it."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -48,9 +51,32 @@ def settings(monkeypatch, tmp_path, glue_files):
     return monkeypatch
 
 
-def run(model, glue_files, **flags):
-    cache = {"glue_cache": model.parent / "cache", "glue_dir": glue_files[0], "tasks": "cola,stsb"}
-    return script("finetune_glue.py", **(QUICK | cache | {"model": model} | flags))
+def settings_of(model, glue_files, **flags):
+    return QUICK | {"glue_cache": model.parent / "cache", "glue_dir": glue_files[0], "model": model} | flags
+
+
+def run(model, glue_files, tasks="cola,stsb", **flags):
+    """The script's main() with these settings: exit status and what it prints, as of a process, without its start."""
+    printed, status = io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        for name, value in settings_of(model, glue_files, tasks=tasks, **flags).items():
+            patch.setattr(ft, name, type(getattr(ft, name))(value))
+        try:
+            ft.main()
+        except SystemExit as e:
+            status = 1
+            print(e.code)
+    return types.SimpleNamespace(returncode=status, stdout=printed.getvalue())
+
+
+def start(model, glue_files, **flags):
+    """The script as a process of its own, once it has finished its first fine-tuning."""
+    command = [f"--{name}={value}" for name, value in settings_of(model, glue_files, **flags).items()]
+    command = [sys.executable, str(ROOT / "finetune_glue.py"), *command]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while process.poll() is None and not (model / "glue.json").exists():
+        time.sleep(0.001)
+    return process
 
 
 def results(model):
@@ -219,7 +245,7 @@ def test_dropout_is_on_in_training_alone(model, settings):
 def finished(tmp_path_factory, data_dir, glue_files):
     """A model folder after an undisturbed run of cola and stsb, two seeds, and what it printed."""
     folder = model_folder(tmp_path_factory.mktemp("finished") / "model", data_dir)
-    done = run(folder, glue_files)
+    done = script("finetune_glue.py", **settings_of(folder, glue_files, tasks="cola,stsb"))
     assert done.returncode == 0, done.stdout
     return folder, done.stdout
 
@@ -240,15 +266,10 @@ def test_a_run_leaves_a_table_and_every_score(finished, glue_files):
     assert "seed 0: matthews" in printed and "rows/s" in printed and "padding" in printed
 
 
-def test_a_killed_run_goes_on_where_it_stopped(finished, model, glue_files, tmp_path):
-    flags = QUICK | {"glue_cache": tmp_path / "c", "glue_dir": glue_files[0], "model": model, "seeds": 8}
-    flags["tasks"] = "cola,stsb"
-    command = [sys.executable, str(ROOT / "finetune_glue.py"), *(f"--{k}={v}" for k, v in flags.items())]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (model / "glue.json").exists():
-        time.sleep(0.001)
+def test_a_killed_run_goes_on_where_it_stopped(finished, model, glue_files):
+    process = start(model, glue_files, tasks="cola,stsb", seeds=8)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate(timeout=60)
     before = scores(model)
     assert 1 <= len(before) < 16
     wanted = {job for job in before if job[1] < 2}
@@ -299,12 +320,8 @@ def test_a_seed_that_diverges_does_not_end_the_rest(model, settings):
     assert [*scores(model)] == [("stsb", 1)]
 
 
-def test_a_stopped_run_says_how_to_go_on(model, glue_files, tmp_path):
-    flags = QUICK | {"glue_cache": tmp_path / "c", "glue_dir": glue_files[0], "model": model, "seeds": 100}
-    command = [sys.executable, str(ROOT / "finetune_glue.py"), *(f"--{k}={v}" for k, v in flags.items())]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while process.poll() is None and not (model / "glue.json").exists():
-        time.sleep(0.001)
+def test_a_stopped_run_says_how_to_go_on(model, glue_files):
+    process = start(model, glue_files, seeds=100)
     process.send_signal(signal.SIGTERM)
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "the same command goes on" in printed and "Traceback" not in printed
@@ -400,7 +417,7 @@ def test_a_users_slip_is_one_line(model, glue_files, tmp_path, data_dir):
     (empty / "WNLI/train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta\tb\t7\n")
     broken = model_folder(tmp_path / "broken", data_dir)
     (broken / "glue.json").write_text('{"systems": [{}]}')
-    for flags, message in (
+    cases = [
         ({"model": swapped}, "the tokenizer has 600 entries, the model 601"),
         ({"model": short}, "takes at most 64 tokens: type --glue_seq_len=64"),
         ({"model": tmp_path / "nowhere"}, "not found: name the folder of a run"),
@@ -417,12 +434,10 @@ def test_a_users_slip_is_one_line(model, glue_files, tmp_path, data_dir):
         ({"baseline": "hf:"}, "type --baseline=scratch"),
         ({"baseline": f"hf:{tmp_path}"}, f"transformers cannot load {tmp_path}"),
         ({"seeds": 0}, "seeds=0 cannot work"),
-    ):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
-            for name, value in (QUICK | {"model": model, "glue_dir": glue_files[0], "glue_cache": ""} | flags).items():
-                patch.setattr(ft, name, str(value) if name in ("model", "glue_dir", "glue_cache") else value)
-            ft.main()
-        assert message in str(e.value) and "\n" not in str(e.value), (flags, e.value)
+    ]
+    for flags, message in cases:
+        done = run(**{"model": model, "glue_files": glue_files} | flags)
+        assert done.returncode == 1 and message in last_line(done), (flags, done.stdout)
 
 
 def test_recipes_for_train_leak_nothing():

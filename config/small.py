@@ -22,3 +22,6 @@ schedule = "triangle"
 evals = 15
 eval_rows = 384
 checkpoint_minutes = 3.0
+
+# finetune_glue.py
+glue_lr = 3e-4  # the paper's 4e-5 is for 25 times as many parameters; see the README

@@ -117,8 +117,9 @@ def test_help_is_the_config_block_and_needs_no_torch(name):
 @pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "config").glob("*.py")))
 def test_our_recipes_set_what_the_scripts_have(recipe, capsys):
     names = assignments(ROOT / "config" / recipe, strict=True)
-    assert not set(names) - set(settings(ROOT / "train.py")) - set(settings(ROOT / "prepare.py"))
-    for script_name in ("prepare.py", "train.py"):
+    scripts = ("prepare.py", "train.py", "finetune_glue.py")
+    assert not set(names) - {key for script_name in scripts for key in settings(ROOT / script_name)}
+    for script_name in scripts:
         defaults = {k: v for k, (v, _) in settings(ROOT / script_name).items()}
         namespace = {"__file__": str(ROOT / script_name), "__doc__": "", **defaults}
         configure(namespace, [str(ROOT / "config" / recipe)])

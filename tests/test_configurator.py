@@ -100,7 +100,7 @@ def test_any_text_gives_the_right_type_or_one_line(tmp_path_factory, key, text, 
     assert {k: type(namespace[k]) for k in DEFAULTS} == {k: type(v) for k, v in DEFAULTS.items()}
 
 
-@pytest.mark.parametrize("name", ["prepare.py", "train.py"])
+@pytest.mark.parametrize("name", ["prepare.py", "train.py", "finetune_glue.py"])
 def test_help_is_the_config_block_and_needs_no_torch(name):
     done = script(name, "--help")
     assert done.returncode == 0

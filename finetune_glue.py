@@ -192,7 +192,7 @@ def tokenised(system, task, split):
     Arrays; source is a fingerprint of texts and labels. Raises what glue.read raises."""
     part = glue.AX if task == "ax" else glue.TASKS[task]
     source = glue.find(part, split, glue_dir).read_bytes() if glue_dir else "hub"
-    key = fingerprint("format 2", system.tokenizer, glue_seq_len, task, split, source)
+    key = fingerprint("format 3", system.tokenizer, glue_seq_len, task, split, source)
     path = Path(glue_cache) / f"{task}-{split}-{key}.npz"
     if glue_cache and path.exists():
         try:
@@ -205,7 +205,7 @@ def tokenised(system, task, split):
     arrays = {"ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
               "length": np.array([len(ids) for ids, _ in rows]), "first": np.array([first for _, first in rows]),
               "labels": np.zeros(0) if labels is None else labels,
-              "source": np.array(fingerprint(*texts, labels))}  # fmt: skip
+              "source": np.array(fingerprint(*texts, b"" if labels is None else labels.tobytes()))}  # fmt: skip
     if glue_cache:
         path.parent.mkdir(parents=True, exist_ok=True)
         mine = path.with_name(f"{os.getpid()}-{path.name}")  # another process may be writing the same

@@ -107,7 +107,8 @@ def read_tsv(task, split, glue_dir):
     lines = [line.rstrip("\r") for line in text.split("\n")]  # not splitlines(): texts may hold other line separators
     bare = task.folder == "CoLA" and "test" not in split
     header = ["source", "label", "mark", "sentence"] if bare else lines.pop(0).split("\t")
-    wanted = [*task.texts, *([] if split in ("test", "diagnostic") or "test_" in split else [task.label])]
+    labelled = "test" not in split and task is not AX
+    wanted = [*task.texts, task.label] if labelled else task.texts
     if missing := [column for column in wanted if column not in header]:
         raise ValueError(f"{path} has no column {missing[0]!r}: it is not the official file, fetch that")
     texts, labels, broken = [], [], 0
@@ -121,11 +122,11 @@ def read_tsv(task, split, glue_dir):
         if len(fields) != len(header):
             raise ValueError(f"{path}, line {number}: {len(fields)} columns where the header has {len(header)}")
         texts.append(tuple(fields[header.index(column)] for column in task.texts))
-        if task.label in wanted:
+        if labelled:
             labels.append(parse_label(task, fields[header.index(task.label)], f"{path}, line {number}"))
     if broken:
         print(f"{path}: left out {broken} rows with too few columns")
-    return texts, label_array(task, labels) if task.label in wanted else None
+    return texts, label_array(task, labels) if labelled else None
 
 
 def parse_label(task, value, where):

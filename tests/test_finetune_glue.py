@@ -213,6 +213,18 @@ def test_the_tokenised_data_are_cached_and_a_damaged_cache_is_none(model, settin
     assert ft.tokenised(system, "rte", "dev")["length"].max() == 16 < fresh["length"].max()
 
 
+def test_one_label_among_thousands_makes_other_data(model, settings, tmp_path):
+    """An array this long prints as its first and last labels alone."""
+    (tmp_path / "SST-2").mkdir()
+    settings.setattr(ft, "glue_dir", str(tmp_path))
+    sources = set()
+    for odd in (None, 1500):
+        rows = [f"a sentence\t{int(i == odd)}" for i in range(3000)]
+        (tmp_path / "SST-2/train.tsv").write_text("\n".join(["sentence\tlabel", *rows]))
+        sources.add(str(ft.tokenised(ft.ours(model, False), "sst2", "train")["source"]))
+    assert len(sources) == 2
+
+
 def test_fresh_weights_differ_by_seed_and_pre_training_is_loaded(model, settings):
     def weights(scratch, seed):
         torch.manual_seed(seed)

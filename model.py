@@ -207,7 +207,7 @@ def head_transform(config):
 
 
 class MaskedLM(nn.Module):
-    """The masked language model. Its decoder is tied to the token embeddings and sees only the positions asked for."""
+    """The masked language model. Its decoder is tied to the token embeddings; only positions asked for are computed."""
 
     def __init__(self, config):
         super().__init__()
@@ -224,16 +224,16 @@ class MaskedLM(nn.Module):
 
     def forward(self, ids, positions=None, attention_mask=None, token_types=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); at all T positions where none are given."""
-        return self.decoder(self.head(rows_at(self.model(ids, attention_mask, token_types), positions)))
+        return self.decoder(self.head(self.model(ids, attention_mask, token_types, positions)))
 
     def flops_per_token(self, seq_len, predicted):
-        """FLOPs per token of forward and backward on rows of T = seq_len tokens, `predicted` of them decoded.
-
-        6 · (W + H · predicted / T) + 12 · L · T · C with W matrix weights in the blocks, H in head and decoder (arXiv
-        2001.08361, section 2.1, but attention not causal). Norms, biases and optimiser are not counted."""
-        W = sum(p.numel() for p in self.model.layers.parameters() if p.ndim == 2)
-        H = self.decoder.weight.numel() + sum(p.numel() for p in self.head.parameters() if p.ndim == 2)
-        return 6 * (W + H * predicted / seq_len) + 12 * self.config.n_layer * seq_len * self.config.n_embd
+        """FLOPs per token of forward and backward on rows of T = seq_len tokens, `predicted` of them decoded:
+        6 · W + 12 · L · T · C with W matrix weights (arXiv 2001.08361, section 2.1, but attention not causal); what the
+        decoded rows alone go through counts by their share. Norms, biases and optimiser are not counted."""
+        (*rest, last), share = self.model.layers, predicted / seq_len
+        all_, few = (*rest, last.attn.Wk, last.attn.Wv), (last.attn.Wq, last.attn.Wo, last.mlp, self.head, self.decoder)
+        W = sum(n * p.numel() for n, ms in ((1, all_), (share, few)) for m in ms for p in m.parameters() if p.ndim == 2)
+        return 6 * W + 12 * (len(rest) + share) * seq_len * self.config.n_embd
 
 
 class Classifier(nn.Module):

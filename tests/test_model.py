@@ -51,8 +51,10 @@ def test_parameter_counts_of_the_literature():
 def test_flops_of_the_literature():
     with torch.device("meta"):
         crammed = MaskedLM(ModelConfig(**CRAMMED))
-    assert crammed.flops_per_token(128, 32) / 1e6 == pytest.approx(622.9, abs=0.05)
     assert crammed.flops_per_token(128, 128) / 1e6 == pytest.approx(736.1, abs=0.05)
+    # 622.9 with sparse prediction, were it not for the last block, where 96 of 128 rows skip all but their k and v
+    skipped = (6 * (2 * 768**2 + 3 * 768 * 1536) + 12 * 128 * 768) * 96 / 128
+    assert (crammed.flops_per_token(128, 32) + skipped) / 1e6 == pytest.approx(622.9, abs=0.05)
 
 
 def test_flops_agree_with_torchs_own_counter():

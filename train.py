@@ -37,7 +37,7 @@ mask_rate_end = 0.15            # ... to 15 % at the end is worth half a point o
 mask_token_share = 1.0          # share of those that become [MASK]; BERT's recipe is 0.8 ...
 random_token_share = 0.0        # ... and 0.1 for this: the share that becomes a random token; the rest stays
 # the optimiser
-optimizer = "muon"              # muon: torch's Muon on the blocks' matrices, AdamW on the rest | adamw | adam
+optimizer = "muon"              # muon: Muon (muon.py) on the blocks' matrices, AdamW on the rest | adamw | adam
 muon_lr = 0.02                  # peak learning rate of Muon, in its own scale ("original")
 muon_weight_decay = 0.05        # decoupled, of Muon's matrices
 lr = 0.004                      # peak learning rate of AdamW and Adam, as in log.csv; the paper, with AdamW only, 0.001
@@ -93,6 +93,7 @@ import machine
 import record
 from data import IGNORE, Rows, draw_masks, held_out, load_meta, load_tokenizer
 from model import MaskedLM, ModelConfig, not_native, save, write_beside
+from muon import Muon
 from tokenizer import CLS, MASK, SEP
 
 MAX_SKIPPED = 50  # unusable steps in a row that end the run; float16 needs some to find its loss scale
@@ -137,7 +138,7 @@ def build_optimizers(model, device):
     fused = device.type in ("cuda", "cpu")
     result = [adam([g for g in groups if g["params"]], lr=lr, betas=(beta1, beta2), eps=adam_eps, fused=fused)]
     if matrices:
-        result.append(torch.optim.Muon([named[k] for k in named if k in matrices], muon_lr, muon_weight_decay))
+        result.append(Muon([named[k] for k in named if k in matrices], muon_lr, muon_weight_decay))
     for group in (g for o in result for g in o.param_groups):
         group["peak_lr"] = group["lr"]
     return result
@@ -222,8 +223,7 @@ class Run:
 
     def micro_batch_at(self, row, n_mask):
         """(ids, positions, labels) of the micro-batch at row; its masks and dropout depend on seed and row alone."""
-        both = np.random.SeedSequence((seed, row)).generate_state(1)  # torch's CPU generator heeds 32 bits of a seed
-        torch.manual_seed(int(both[0]))
+        torch.manual_seed(int(np.random.SeedSequence((seed, row)).generate_state(1)[0]))  # 32 bits are heeded on a CPU
         return draw_masks(self.fetch(row), self.k_max, n_mask, vocab_size, mask_token_share, random_token_share)
 
     def train_step(self, progress):
@@ -240,34 +240,37 @@ class Run:
             self.scaler.scale(loss).backward()
             total += loss.detach()
             self.fetch(row + micro_batch)
-        for o in self.optimizers:
-            self.scaler.unscale_(o)
-            for group in o.param_groups:
-                group["lr"] = group["peak_lr"] * lr_scale(progress)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or math.inf)
-        loss, norm = torch.stack((total, norm)).tolist()  # the one synchronisation of a step
-        state["step"] += 1
+        loss, norm = self.update(progress, total)
         state["row"] += n_micro * micro_batch
-        if math.isfinite(loss) and math.isfinite(norm):
-            for o in self.optimizers:
-                self.scaler.step(o)
-            state["skipped_in_row"] = 0
-            state["loss_sum"] += loss
-            state["loss_steps"] += 1
-        else:
-            state["skipped"] += 1
-            state["skipped_in_row"] += 1
-        self.scaler.update()
-        self.model.zero_grad(set_to_none=True)
-        state["last"] = {"lr": lr * lr_scale(progress), "loss": loss,
-                         "grad_norm": norm, "batch_size": n_micro * micro_batch,
-                         "mask_rate": n_mask / seq_len}  # fmt: skip
+        state["last"] = {"lr": lr * lr_scale(progress), "loss": loss, "grad_norm": norm,
+                         "batch_size": n_micro * micro_batch, "mask_rate": n_mask / seq_len}  # fmt: skip
         self.step_seconds = time.monotonic() - start
         self.seconds["training"] += self.step_seconds
         if state["skipped_in_row"] >= MAX_SKIPPED:
             where = f"up to step {state['step']}, row {state['row']}"
             sys.exit(f"no finite gradient in {MAX_SKIPPED} steps, {where}: lower the learning rate and resume")
         return True
+
+    def update(self, progress, total):
+        """Clip the gradients and apply them, or count them as skipped; (loss, their norm) as floats."""
+        for o in self.optimizers:
+            self.scaler.unscale_(o)
+            for group in o.param_groups:
+                group["lr"] = group["peak_lr"] * lr_scale(progress)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or math.inf)
+        loss, norm = torch.stack((total, norm)).tolist()  # the one synchronisation of a step
+        state, usable = self.state, math.isfinite(loss) and math.isfinite(norm)
+        if usable:
+            for o in self.optimizers:
+                self.scaler.step(o)
+            state["loss_sum"] += loss
+        self.scaler.update()
+        self.model.zero_grad(set_to_none=True)
+        state["step"] += 1
+        state["loss_steps"] += usable
+        state["skipped"] += not usable
+        state["skipped_in_row"] = 0 if usable else state["skipped_in_row"] + 1
+        return loss, norm
 
     def log(self, **val):
         """Append a row to log.csv: the mean loss since the last one, and what the last step used."""

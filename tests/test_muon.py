@@ -1,0 +1,71 @@
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muon import Muon, orthogonalise
+
+SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
+
+
+def matrices(shapes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, st.integers(1, 3), st.integers(0, 99))
+def test_equal_to_torchs(shapes, copies, seed):
+    """Several steps beside torch.optim.Muon, which takes one matrix after the other; one matrix has no gradient."""
+    ours, theirs = matrices(shapes * copies, seed), matrices(shapes * copies, seed)
+    options = {"lr": 0.03, "weight_decay": 0.1}
+    optimizers = Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    for step in range(3):
+        for group in (g for o in optimizers for g in o.param_groups):
+            group["lr"] = 0.03 / (step + 1)
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            gradient = torch.randn(a.shape, generator=torch.Generator().manual_seed(1000 * step + i))
+            a.grad, b.grad = (None, None) if i == 3 else (gradient, gradient.clone())
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=2e-3)  # a product of a batch may add up in another order, in bfloat16
+
+
+def test_equal_to_torchs_to_the_bit_at_the_shapes_of_a_model_and_loads_its_state():
+    shapes = [(128, 128)] * 6 + [(512, 128)] * 2 + [(128, 256)] * 2
+    ours, theirs = matrices(shapes, 0), matrices(shapes, 0)
+    optimizers = Muon(ours, 0.02, 0.05), torch.optim.Muon(theirs, 0.02, 0.05)
+
+    def step(n):
+        for i, pair in enumerate(zip(ours, theirs, strict=True)):
+            for p in pair:
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * n + i))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    step(0)
+    step(1)
+    saved = copy.deepcopy(optimizers[1].state_dict()["state"])
+    optimizers = Muon(ours, 0.02, 0.05), optimizers[1]
+    optimizers[0].load_state_dict({"state": saved, "param_groups": optimizers[0].state_dict()["param_groups"]})
+    step(2)
+
+
+def test_singular_values_come_close_to_one():
+    """The quintic takes all of a spread of three orders of magnitude into (0.6, 1.3)."""
+    torch.manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(64, 64)).Q for _ in range(2))
+    wide = U @ torch.diag(torch.logspace(-2, 0, 64)) @ V.T
+    for x in (wide, torch.cat((wide, wide))):
+        y = orthogonalise(x[None])[0].float()
+        values = torch.linalg.svdvals(y)
+        assert y.shape == x.shape and values.max() < 1.3 and values[: 64 * 3 // 4].min() > 0.6
+
+
+def test_vectors_are_refused():
+    with pytest.raises(ValueError, match="Muon takes matrices"):
+        Muon([torch.nn.Parameter(torch.zeros(3))], 0.1)

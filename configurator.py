@@ -36,16 +36,23 @@ def settings(script):
     return {k: v for k, v in assignments(script).items() if k.islower() and isinstance(v[0], bool | int | float | str)}
 
 
-def configure(namespace, argv=None):
-    """Set the settings in a script's globals() from argv: recipe files, --name=value, --name value, --help."""
+def configure(namespace, argv=None, also=None):
+    """Set the settings in a script's globals() from argv: recipe files, --name=value, --name value, --help.
+
+    Those of the script `also`, which lies beside it, are settings here too."""
     script = Path(namespace["__file__"])
-    block = settings(script)
+    blocks = {path: settings(path) for path in [script, *([script.with_name(also)] if also else [])]}
+    block = {name: entry for part in reversed(blocks.values()) for name, entry in part.items()}
     known = {name for s in SCRIPTS if script.with_name(s).exists() for name in settings(script.with_name(s))} | {*block}
     args, asked = list(sys.argv[1:] if argv is None else argv), []  # asked: (where, name, value)
     if "--help" in args:
-        lines, at = script.read_text(encoding="utf-8").splitlines(), [line for _, line in block.values()]
-        print(namespace["__doc__"].strip(), "", *lines[min(at) - 1 : max(at)], sep="\n")
+        print(namespace["__doc__"].strip())
+        for path, part in blocks.items():
+            lines, at = path.read_text(encoding="utf-8").splitlines(), [line for _, line in part.values()]
+            print("", *lines[min(at) - 1 : max(at)], sep="\n")
         sys.exit(0)
+    for name, (default, _) in block.items():
+        namespace.setdefault(name, default)
     while args:
         name, equals, text = args.pop(0).partition("=")
         if not name.startswith("--"):

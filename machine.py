@@ -17,6 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+# Dense bf16 products (fp16 where a card has no bf16) summed in fp32, in TFLOP/s, from the vendors' datasheets.
+DATASHEET = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125,
+             "A6000": 155, "5090": 210, "4090": 165, "3090": 71, "2080 Ti": 54, "V100": 125, "T4": 65}  # fmt: skip
+
 
 def pick(device, dtype):
     """(torch.device, torch.dtype of the matrix products) for two settings; "auto" takes the best native one.
@@ -49,16 +53,49 @@ def keep_freed_memory():
 
 def matmul_rate(device, dtype):
     """FLOP/s of a large matrix product on this machine, the best of several tries: the yardstick of MFU."""
-    n, repeats, tries = (8192, 20, 5) if device.type == "cuda" else (2048, 1, 20)  # other work slows some of them down
+    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 1)
     a = torch.randn(n, n, device=device).to(dtype)
-    best = math.inf
-    for _ in range(tries):
+    best, tries, end = math.inf, 0, time.perf_counter() + 0.7
+    while tries < 3 or time.perf_counter() < end:  # other work slows some of them down
         start = time.perf_counter()
         for _ in range(repeats):
             b = a @ a
         b[0, 0].item()  # waits until the device is done
-        best = min(best, time.perf_counter() - start)
+        best, tries = min(best, time.perf_counter() - start), tries + 1
     return 2 * n**3 * repeats / best
+
+
+def datasheet_rate(device):
+    """FLOP/s that the vendor promises for the card, 0 where we do not know."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    return next((1e12 * rate for card, rate in DATASHEET.items() if card in name), 0.0)
+
+
+def peak_bytes(device):
+    """The most memory that was in use at a time: on the card, or by this process; 0 where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource  # there is none on Windows
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextlib.contextmanager
+def power_meter(device):
+    """A list that holds, once the block is left, the card's power in watts, five readings a second, if it tells."""
+    watts, meter = [], None
+    if device.type == "cuda":
+        identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"  # not a number: CUDA_VISIBLE_DEVICES renames
+        query = ["--query-gpu=power.draw", "--format=csv,noheader,nounits", "--loop-ms=200"]
+        with contextlib.suppress(OSError):
+            meter = subprocess.Popen(["nvidia-smi", identity, *query], stdout=subprocess.PIPE, text=True)
+    yield watts
+    if meter:
+        meter.terminate()
+        with contextlib.suppress(ValueError):  # "[N/A]"
+            watts.extend(float(line) for line in meter.communicate()[0].splitlines())
 
 
 def describe(device):

@@ -51,6 +51,7 @@ class Muon(torch.optim.Optimizer):
                         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 buffers = [self.state[p]["momentum_buffer"] for p in same]
                 torch._foreach_lerp_(buffers, grads, 1 - momentum)
-                updates = orthogonalise(torch.stack(torch._foreach_lerp(grads, buffers, momentum)))
+                updates = torch._foreach_lerp(grads, buffers, momentum)
+                updates = orthogonalise(torch.stack([u.bfloat16() for u in updates]))
                 torch._foreach_mul_(same, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(same, updates.float().unbind(), alpha=-group["lr"] * max(1, rows / columns) ** 0.5)

@@ -173,7 +173,7 @@ class Run:
     def __init__(self, config, meta, dev, amp_dtype):
         torch.manual_seed(seed)
         self.meta, self.device, self.folder = meta, dev, Path(out_dir)
-        self.model = MaskedLM(config).to(dev)
+        self.amp_dtype, self.model = amp_dtype, MaskedLM(config).to(dev)
         self.optimizers = build_optimizers(self.model, dev)
         self.scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
         self.loss = make_loss(self.model, dev, amp_dtype)
@@ -351,7 +351,7 @@ class Run:
 
 
 def check_settings():
-    """Exit with one line for settings that cannot work."""
+    """The ModelConfig of the settings; exits with one line if they cannot work."""
     require(globals(), {
         "init": ("scratch", "resume"), "optimizer": ("muon", "adamw", "adam"), "device": ("auto", "cuda", "mps", "cpu"),
         "schedule": ("trapezoid", "triangle", "cosine", "linear"), "dtype": ("auto", "bfloat16", "float16", "float32"),
@@ -371,18 +371,18 @@ def check_settings():
             sys.exit(f"{name}={rows} is no multiple of micro_batch={micro_batch}: type for example --{name}={near}")
     if samples and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK], and a | stands between two sentences")
+    try:
+        return ModelConfig(**{f.name: globals()[f.name] for f in fields(ModelConfig)})
+    except ValueError as e:
+        sys.exit(e)
 
 
 def main():
-    check_settings()
+    config = check_settings()
     dev, amp_dtype = machine.pick(device, dtype)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     tokenizer = load_tokenizer(data_dir, meta)
     torch.set_float32_matmul_precision("high")
-    try:
-        config = ModelConfig(**{f.name: globals()[f.name] for f in fields(ModelConfig)})
-    except ValueError as e:
-        sys.exit(e)
     val = Rows(Path(data_dir) / "val.bin", meta["counts"]["val_rows"], seq_len, vocab_size)
     run, peak = Run(config, meta, dev, amp_dtype), machine.matmul_rate(dev, amp_dtype)
     parameters = sum(p.numel() for p in run.model.parameters())

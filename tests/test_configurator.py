@@ -53,6 +53,20 @@ def test_flags_in_both_forms_and_what_was_changed_is_printed(example, capsys):
     assert "count = 7  (default 3)" in capsys.readouterr().out
 
 
+def test_the_settings_of_another_script_too(example, tmp_path, capsys):
+    """also= puts them into the namespace, defaults as well; the script's own win; --help shows both."""
+    (tmp_path / "prepare.py").write_text('"""Other."""\nsource = "a"  # where from\nrate = 0.25\nparts = 2\n')
+    configure(example, ["--source=b", "--count=4"], also="prepare.py")
+    assert (example["source"], example["count"], example["rate"], example["parts"]) == ("b", 4, 0.5, 2)
+    with pytest.raises(SystemExit, match="train.py has no setting sourc; did you mean source?"):
+        configure(example, ["--sourc=c"], also="prepare.py")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        configure(example, ["--help"], also="prepare.py")
+    printed = capsys.readouterr().out
+    assert e.value.code == 0 and "# an int" in printed and "# where from" in printed and "LIMIT" not in printed
+
+
 def test_recipe_then_flag_last_wins_and_keys_of_another_script_pass(example, tmp_path):
     recipe = tmp_path / "r.py"
     recipe.write_text('"""Doc."""\ncount = 5  # why\nrate = 1\nsource = "b"\n')

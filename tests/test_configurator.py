@@ -58,7 +58,7 @@ def test_the_settings_of_another_script_too(example, tmp_path, capsys):
     (tmp_path / "prepare.py").write_text('"""Other."""\nsource = "a"  # where from\nrate = 0.25\nparts = 2\n')
     configure(example, ["--source=b", "--count=4"], also="prepare.py")
     assert (example["source"], example["count"], example["rate"], example["parts"]) == ("b", 4, 0.5, 2)
-    with pytest.raises(SystemExit, match="train.py has no setting sourc; did you mean source?"):
+    with pytest.raises(SystemExit, match=r"train.py has no setting sourc; did you mean source\?"):
         configure(example, ["--sourc=c"], also="prepare.py")
     capsys.readouterr()
     with pytest.raises(SystemExit) as e:

@@ -145,6 +145,32 @@ def test_accumulation_gives_the_gradient_of_one_big_batch(train, monkeypatch, ra
         assert torch.allclose(seen[name], gradient, atol=1e-6), name
 
 
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_one_synchronisation_a_step(train, monkeypatch, name):
+    """Whatever the number of micro-batches, the device is asked for one result: loss and norm, at the end of a step."""
+    asked = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"):
+                asked.append(op)
+            return op(*args, **(kwargs or {}))
+
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append("tolist") or tolist(tensor))
+    monkeypatch.setattr(train, "optimizer", name)
+    monkeypatch.setattr(train, "batch_size", 32)
+    run = new_run(train)
+    for _ in range(2):
+        asked.clear()
+        with Watch():
+            assert run.train_step(1.0)  # four micro-batches
+        assert asked == ["tolist"]
+    with Watch():
+        run.model.decoder.bias[0].item()  # this would have been seen
+    assert len(asked) == 2
+
+
 def test_micro_batches_are_a_function_of_seed_and_row(train, monkeypatch):
     run = new_run(train)
     a = run.micro_batch_at(16, 5)

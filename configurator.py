@@ -36,12 +36,12 @@ def settings(script):
     return {k: v for k, v in assignments(script).items() if k.islower() and isinstance(v[0], bool | int | float | str)}
 
 
-def configure(namespace, argv=None, also=None):
+def configure(namespace, argv=None, also=""):
     """Set the settings in a script's globals() from argv: recipe files, --name=value, --name value, --help.
 
-    Those of the script `also`, which lies beside it, are settings here too."""
-    script = Path(namespace["__file__"])
-    blocks = {path: settings(path) for path in [script, *([script.with_name(also)] if also else [])]}
+    Takes those of the script `also`, which lies beside it, as well; returns their values, {name: value}."""
+    script, others = Path(namespace["__file__"]), {}
+    blocks = {script: settings(script)} | ({script.with_name(also): settings(script.with_name(also))} if also else {})
     block = {name: entry for part in reversed(blocks.values()) for name, entry in part.items()}
     known = {name for s in SCRIPTS if script.with_name(s).exists() for name in settings(script.with_name(s))} | {*block}
     args, asked = list(sys.argv[1:] if argv is None else argv), []  # asked: (where, name, value)
@@ -51,8 +51,6 @@ def configure(namespace, argv=None, also=None):
             lines, at = path.read_text(encoding="utf-8").splitlines(), [line for _, line in part.values()]
             print("", *lines[min(at) - 1 : max(at)], sep="\n")
         sys.exit(0)
-    for name, (default, _) in block.items():
-        namespace.setdefault(name, default)
     while args:
         name, equals, text = args.pop(0).partition("=")
         if not name.startswith("--"):
@@ -72,12 +70,15 @@ def configure(namespace, argv=None, also=None):
                 value = float(value)
             if type(value) is not type(default) or (type(value) is float and not math.isfinite(value)):
                 sys.exit(f"{where}: {name}={value!r:.60} should be of type {type(default).__name__}, like {default!r}")
-            namespace[name] = value
+            (namespace if name in blocks[script] else others)[name] = value
         elif name not in known or where == "command line":
             near = difflib.get_close_matches(name, block, 1) or [f"one of those that python {script.name} --help lists"]
             sys.exit(f"{where}: {script.name} has no setting {name}; did you mean {near[0]}?")
-    for name in (name for name, (default, _) in block.items() if namespace[name] != default):
-        print(f"{name} = {namespace[name]!r}  (default {block[name][0]!r})")
+    others = {name: others.get(name, default) for name, (default, _) in block.items() if name not in blocks[script]}
+    for name, (default, _) in block.items():
+        if (value := others[name] if name in others else namespace[name]) != default:
+            print(f"{name} = {value!r}  (default {default!r})")
+    return others
 
 
 def require(namespace, limits):

@@ -9,8 +9,10 @@ import ctypes
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,14 +20,15 @@ import numpy as np
 import torch
 
 # Dense bf16 products (fp16 where a card has no bf16) summed in fp32, in TFLOP/s, from the vendors' datasheets.
-DATASHEET = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125,
+DATASHEET = {"B200": 2250, "H200": 989, "H100": 989, "H100 PCIe": 756, "A100": 312, "L40S": 362, "L4": 121, "A10": 125,
              "A6000": 155, "5090": 210, "4090": 165, "3090": 71, "2080 Ti": 54, "V100": 125, "T4": 65}  # fmt: skip
+VARIANTS = {"PCIe", "NVL", "Ti", "SUPER", "Laptop", "D", "MIG"}  # words that make a card another one
 
 
 def pick(device, dtype):
     """(torch.device, torch.dtype of the matrix products) for two settings; "auto" takes the best native one.
 
-    Exits with one line if there is no such device."""
+    Exits with one line if there is no such device. For a CPU it has the C library keep freed memory, too."""
     backends = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device in backends and not backends[device]():
         sys.exit(f"device={device}, but this build of torch sees no such device: type --device=auto")
@@ -44,11 +47,22 @@ def pick(device, dtype):
 def keep_freed_memory():
     """Have glibc reuse freed memory at once instead of handing it to the system and asking for it anew.
 
-    On a CPU, page faults were a tenth to a sixth of a step, at 1M parameters as at 120M."""
+    On a CPU, page faults were a tenth to a sixth of a step, at 1M parameters as at 120M. The process stays as large
+    as it once was."""
     with contextlib.suppress(OSError, AttributeError):  # another system, another C library
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks too come from the heap ...
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: ... which keeps what is freed
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
+
+
+def timed(dev, work, *args):
+    """(seconds until the device had done work(*args), what that returned)."""
+    wait = (lambda: None) if dev.type == "cpu" else getattr(torch, dev.type).synchronize
+    wait()
+    start = time.perf_counter()
+    result = work(*args)
+    wait()
+    return time.perf_counter() - start, result
 
 
 def matmul_rate(device, dtype):
@@ -65,10 +79,11 @@ def matmul_rate(device, dtype):
     return 2 * n**3 * repeats / best
 
 
-def datasheet_rate(device):
-    """FLOP/s that the vendor promises for the card, 0 where we do not know."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    return next((1e12 * rate for card, rate in DATASHEET.items() if card in name), 0.0)
+def datasheet_rate(name):
+    """FLOP/s that the vendor promises for the card of that name, 0 where we do not know."""
+    words = set(re.split("[ -]", name))
+    cards = {card: set(card.split()) for card in DATASHEET}
+    return max((1e12 * DATASHEET[c] for c, w in cards.items() if w <= words and not words & VARIANTS - w), default=0.0)
 
 
 def peak_bytes(device):
@@ -84,18 +99,25 @@ def peak_bytes(device):
 
 @contextlib.contextmanager
 def power_meter(device):
-    """A list that holds, once the block is left, the card's power in watts, five readings a second, if it tells."""
-    watts, meter = [], None
-    if device.type == "cuda":
-        identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"  # not a number: CUDA_VISIBLE_DEVICES renames
-        query = ["--query-gpu=power.draw", "--format=csv,noheader,nounits", "--loop-ms=200"]
-        with contextlib.suppress(OSError):
-            meter = subprocess.Popen(["nvidia-smi", identity, *query], stdout=subprocess.PIPE, text=True)
-    yield watts
-    if meter:
-        meter.terminate()
-        with contextlib.suppress(ValueError):  # "[N/A]"
-            watts.extend(float(line) for line in meter.communicate()[0].splitlines())
+    """A list that fills with the card's power in watts, two readings a second, while the block runs."""
+    watts, done = [], threading.Event()
+
+    def read():
+        identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"  # CUDA_VISIBLE_DEVICES changes the numbers
+        query = ["nvidia-smi", identity, "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
+        with contextlib.suppress(OSError, ValueError):  # no such program; "[N/A]", a driver that does not tell
+            while not done.wait(0.5):
+                watts.append(float(subprocess.run(query, capture_output=True, text=True).stdout))
+
+    reader = threading.Thread(target=read) if device.type == "cuda" else None
+    if reader:
+        reader.start()
+    try:
+        yield watts
+    finally:
+        done.set()
+        if reader:
+            reader.join()
 
 
 def describe(device):

@@ -231,9 +231,9 @@ class MaskedLM(nn.Module):
         6 · W + 12 · L · T · C with W matrix weights (arXiv 2001.08361, section 2.1, but attention not causal); what the
         decoded rows alone go through counts by their share. Norms, biases and optimiser are not counted."""
         (*rest, last), share = self.model.layers, predicted / seq_len
-        all_, few = (*rest, last.attn.Wk, last.attn.Wv), (last.attn.Wq, last.attn.Wo, last.mlp, self.head, self.decoder)
-        W = sum(n * p.numel() for n, ms in ((1, all_), (share, few)) for m in ms for p in m.parameters() if p.ndim == 2)
-        return 6 * W + 12 * (len(rest) + share) * seq_len * self.config.n_embd
+        parts = (*rest, last.attn.Wk, last.attn.Wv), (last.attn.Wq, last.attn.Wo, last.mlp, self.head, self.decoder)
+        full, few = (sum(p.numel() for m in part for p in m.parameters() if p.ndim == 2) for part in parts)
+        return 6 * (full + share * few) + 12 * (len(rest) + share) * seq_len * self.config.n_embd
 
 
 class Classifier(nn.Module):

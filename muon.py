@@ -1,9 +1,9 @@
 """Muon (Keller Jordan, kellerjordan.github.io/posts/muon): momentum, each matrix's update made nearly orthogonal.
 
-    python -m pytest tests/test_muon.py      # equal to torch.optim.Muon, bit for bit
+    python -m pytest tests/test_muon.py      # beside torch.optim.Muon
 
-torch's takes one matrix after the other: for many small ones the time goes into calls, not into multiplying. Here all
-matrices of a shape go through each product together.
+It is torch.optim.Muon, which takes one matrix after the other: with small ones the time goes into calls, not into
+multiplying. Here all matrices of a shape go through each product together.
 """
 
 from collections import defaultdict

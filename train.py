@@ -262,7 +262,7 @@ class Run:
         state, usable = self.state, math.isfinite(loss) and math.isfinite(norm)
         if usable:
             for o in self.optimizers:
-                self.scaler.step(o)
+                o.step()  # not scaler.step(): it asks the device for what is known by now
             state["loss_sum"] += loss
         self.scaler.update()
         self.model.zero_grad(set_to_none=True)

@@ -1,5 +1,9 @@
+import gc
 import json
+import re
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +13,7 @@ from conftest import SMALL_MODEL, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_train import new_run
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import bench
 import machine
@@ -48,24 +53,48 @@ def test_bytes_kept_for_the_backward_pass_by_hand():
     """exp keeps its output, a product its input (and the weight, which is a parameter and does not count)."""
     model = torch.nn.Linear(10, 7, bias=False)
     x = torch.randn(6, 10)
-    run = SimpleNamespace(model=model, loss=lambda x: model(x).exp().sum(), micro_batch_at=lambda row, n: (x.clone(),))
-    assert bench.kept_bytes(run, 4) == 6 * 10 * 4 + 4 * 7 * 4  # a slice keeps all of x
+    run = SimpleNamespace(model=model, loss=lambda x: model(x).exp().sum(), micro_batch_at=lambda row, n: (x,))
+    assert bench.kept_bytes(run, 4) == 4 * 10 * 4 + 4 * 7 * 4
     assert bench.kept_bytes(run, 6) == 6 * 10 * 4 + 6 * 7 * 4
 
 
-def test_logits_of_other_positions_and_copies_of_gradients_do_not_exist(train):
-    """What a row keeps grows with the vocabulary by its predicted positions alone, and nothing grows with the steps."""
+def test_counting_bytes_frees_them_again():
+    seen = []
+    model = torch.nn.Linear(4, 4)
+
+    def loss(x):
+        y = model(x).exp()  # exp keeps its own output: a hook that returned it as it is would make a cycle
+        seen.append(StorageWeakRef(y.untyped_storage()))
+        return y.sum()
+
+    gc.disable()
+    try:
+        bench.kept_bytes(SimpleNamespace(model=model, loss=loss, micro_batch_at=lambda *a: (torch.randn(3, 4),)), 2)
+        assert seen[0].expired()
+    finally:
+        gc.enable()
+
+
+def test_logits_of_other_positions_do_not_exist(train):
+    """What a row keeps for the backward pass grows with the vocabulary by its predicted positions alone."""
     per_row = {}
     for size in (600, 1200):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "vocab_size", size)
-            torch.manual_seed(0)
-            model = MaskedLM(ModelConfig(vocab_size=size, n_layer=1, n_head=2, n_embd=32, n_inner=48))
-            loss = train.make_loss(model, torch.device("cpu"), torch.float32)
-            batch = torch.zeros(8, 128, dtype=torch.long), torch.ones(8, 20, dtype=torch.long)
-            run = SimpleNamespace(model=model, loss=loss, micro_batch_at=lambda *a, batch=batch: (*batch, batch[1]))
-            per_row[size] = (bench.kept_bytes(run, 8) - bench.kept_bytes(run, 4)) / 4
+        model = MaskedLM(ModelConfig(vocab_size=size, n_layer=1, n_head=2, n_embd=32, n_inner=48))
+        loss = train.make_loss(model, torch.device("cpu"), torch.float32)
+        batch = torch.zeros(8, 128, dtype=torch.long), torch.ones(8, 20, dtype=torch.long)
+        run = SimpleNamespace(model=model, loss=loss, micro_batch_at=lambda *a, batch=batch: (*batch, batch[1]))
+        per_row[size] = (bench.kept_bytes(run, 8) - bench.kept_bytes(run, 4)) / 4
     assert per_row[1200] - per_row[600] == 20 * 600 * 4
+
+
+def test_accumulation_takes_no_memory(train):
+    """Between micro-batches there is one gradient a parameter, and it stays where it is."""
+    run = new_run(train)
+    places = set()
+    for row in range(0, 32, 8):
+        run.loss(*run.micro_batch_at(row, 20)).backward()
+        places.add(tuple(p.grad.data_ptr() for p in run.model.parameters()))
+    assert len(places) == 1
 
 
 @pytest.mark.parametrize(("name", "expected"), [("adamw", 16), ("muon", 12)])
@@ -93,7 +122,7 @@ def test_all_sides_compute_the_same_loss(small_bench):
     ids, positions, labels = run.micro_batch_at(0, run.k_max)
     batch = (ids, positions, labels, torch.full_like(ids, -100).scatter(1, positions, labels))
     ours, *theirs = list(bench.systems(torch.device("cpu"), torch.float32))[:3]
-    assert [ours.name, *(s.name for s in theirs)] == ["nanocram, the same", "transformers ModernBERT, dense head",
+    assert [ours.name, *(s.name for s in theirs)] == ["nanocram, a ModernBERT", "transformers ModernBERT, dense head",
                                                       "transformers ModernBERT, sparse head"]  # fmt: skip
     torch.nn.init.normal_(ours.model.model.layers[-1].mlp.Wo.weight)  # zero until here
     for side in theirs:
@@ -102,28 +131,59 @@ def test_all_sides_compute_the_same_loss(small_bench):
         assert side.loss(*batch).item() == pytest.approx(ours.loss(*batch).item(), rel=1e-5)
 
 
-def test_the_whole_report(small_bench, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_whole_report(small_bench, monkeypatch, capsys, tmp_path, compiled):
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="eager", **options))
     for name, value in {"compare": True, "profile": True, "trace": str(tmp_path / "a" / "trace.json")}.items():
         monkeypatch.setattr(bench, name, value)
-    monkeypatch.setattr(small_bench, "budget_hours", 1.0)
+    for name, value in {"budget_hours": 1.0, "compile": compiled, "max_steps": 3}.items():  # more steps than that
+        monkeypatch.setattr(small_bench, name, value)
     bench.main()
     printed = capsys.readouterr().out
-    for words in ("machine      cpu", "first step", "tokens/s", "MFU", "time in ms   data", "bytes a parameter",
-                  "1 hours", "epochs", "calls a step"):  # fmt: skip
+    assert "does not" not in printed and "WARNING" not in printed
+    for words in ("machine      cpu", "first step", "time in ms   data", "bytes a parameter", "epochs", "calls a step"):
         assert words in printed, words
+    speed, flops, mfu = (float(re.search(pattern, printed)[1].replace(",", "")) for pattern in
+                         (r"tokens/s +([\d,]+)", r"([\d.,]+) MFLOP a token", r"MFU +([\d.]+)%"))  # fmt: skip
+    assert mfu / 100 == pytest.approx(speed * flops * 1e6 / 1e12, rel=0.2, abs=1e-3)  # flops is printed as 0.2
+    parts = dict(re.findall(r"(data|forward|backward|update) ([\d.]+)", printed))
+    forward, backward, update = (float(parts[name]) for name in ("forward", "backward", "update"))  # ms
+    steps = float(re.search(r"1 hours: ([\d,]+) steps", printed)[1].replace(",", ""))
+    assert 0.3 < steps * (1.5 * (forward + backward) + update) / 3600e3 < 3  # the ramp goes from 1 to 2 micro-batches
     table = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("|")]
-    assert [row[0].strip() for row in table[2:]] == ["nanocram, the same", "transformers ModernBERT, dense head",
+    assert [row[0].strip() for row in table[2:]] == ["nanocram, a ModernBERT", "transformers ModernBERT, dense head",
         "transformers ModernBERT, sparse head", "transformers BERT-base", "nanocram config/tiny.py"]  # fmt: skip
     base = float(table[2][3].split()[0].replace(",", ""))
-    for row in table[2:]:
+    for row in table[2:5]:
         assert float(row[4]) == pytest.approx(base / float(row[3].split()[0].replace(",", "")), rel=0.01)
+    assert table[-1][4].strip() == "of another size"
     assert json.loads((tmp_path / "a" / "trace.json").read_text())["traceEvents"]
+
+
+def test_what_does_not_run_is_left_out_and_what_does_not_compile_runs_eager(small_bench, monkeypatch, capsys):
+    monkeypatch.setattr(small_bench, "compile", True)
+
+    def broken(f, **options):
+        raise RuntimeError("no compiler\nlong trace")
+
+    def full(*batch):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    model = torch.nn.Linear(3, 1)
+    good = bench.System("good", model, lambda x: model(x).sum())
+    assert bench.warmed_up(good, [torch.ones(2, 3)], torch.device("cpu")) is good and good.mode == "eager"
+    assert bench.warmed_up(bench.System("large", model, full), [torch.ones(2, 3)], torch.device("cpu")) is None
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[1] == "good, compiled, does not run: no compiler"
+    assert lines[3] == "large, eager, does not run: out of memory"
 
 
 def test_without_transformers_its_rows_are_left_out(small_bench, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
     names = [side.name for side in bench.systems(torch.device("cpu"), torch.float32)]
-    assert names == ["nanocram, the same", "nanocram config/tiny.py"]
+    assert names == ["nanocram, a ModernBERT", "nanocram config/tiny.py"]
     assert "transformers is not installed: its rows are left out" in capsys.readouterr().out
 
 
@@ -144,5 +204,53 @@ def test_as_a_command_without_data(tmp_path):
 def test_no_power_meter_without_a_card():
     with machine.power_meter(torch.device("cpu")) as watts:
         pass
-    assert watts == [] and machine.datasheet_rate(torch.device("cpu")) == 0
-    assert machine.peak_bytes(torch.device("cpu")) > 50e6
+    assert watts == [] and machine.peak_bytes(torch.device("cpu")) > 50e6
+
+
+@pytest.mark.parametrize(("answer", "expected"), [("312.40\n", 312.4), ("[N/A]\n", None), (OSError(), None)])
+def test_the_power_meter_reads_the_driver(monkeypatch, answer, expected):
+    """nvidia-smi is played here; that it ends with the block even if that fails is real."""
+
+    def play(command, **options):
+        assert command[:2] == ["nvidia-smi", "--id=GPU-abc"]
+        if isinstance(answer, OSError):
+            raise answer
+        return SimpleNamespace(stdout=answer)
+
+    monkeypatch.setattr(subprocess, "run", play)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="abc"))
+    with pytest.raises(ZeroDivisionError), machine.power_meter(SimpleNamespace(type="cuda")) as watts:
+        time.sleep(1.2)
+        raise ZeroDivisionError
+    count = len(watts)
+    time.sleep(0.6)
+    assert len(watts) == count and set(watts) == ({expected} if expected else set())
+
+
+@pytest.mark.parametrize(("name", "tera"), [
+    ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 0),
+    ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA A10", 125), ("NVIDIA A10G", 0), ("NVIDIA RTX A1000", 0), ("NVIDIA L40", 0),
+    ("NVIDIA L4", 121), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
+    ("NVIDIA GeForce RTX 3090 Ti", 0), ("NVIDIA GeForce RTX 2080 Ti", 54), ("Tesla V100-SXM2-16GB", 125),
+    ("NVIDIA RTX A6000", 155), ("Tesla T4", 65), ("cpu: x86_64", 0)])  # fmt: skip
+def test_the_datasheets_card_is_that_very_card(name, tera):
+    """Names as torch.cuda.get_device_name() gives them; a variant that we do not know is no card that we know."""
+    assert machine.datasheet_rate(name) == tera * 1e12
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_freed_memory_is_used_again():
+    """In a process of its own: 20 tensors of 64 MB, one after the other, after 20 for the heap to find its shape."""
+    program = """
+import resource, sys, torch, machine
+if sys.argv[1] == "keep": machine.keep_freed_memory()
+for _ in range(20): torch.ones(2**24)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20): torch.ones(2**24)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 2**26)
+"""
+    faults = {}
+    for how in ("keep", "plain"):
+        command = [sys.executable, "-c", program, how]
+        faults[how] = float(subprocess.run(command, cwd=bench.Path(bench.__file__).parent, capture_output=True).stdout)
+    assert faults["keep"] < 2 and faults["plain"] > 15

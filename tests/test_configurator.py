@@ -54,10 +54,13 @@ def test_flags_in_both_forms_and_what_was_changed_is_printed(example, capsys):
 
 
 def test_the_settings_of_another_script_too(example, tmp_path, capsys):
-    """also= puts them into the namespace, defaults as well; the script's own win; --help shows both."""
+    """also= returns them, defaults as well; a setting that both have is the script's own; --help shows both."""
     (tmp_path / "prepare.py").write_text('"""Other."""\nsource = "a"  # where from\nrate = 0.25\nparts = 2\n')
-    configure(example, ["--source=b", "--count=4"], also="prepare.py")
-    assert (example["source"], example["count"], example["rate"], example["parts"]) == ("b", 4, 0.5, 2)
+    others = configure(example, ["--source=b", "--count=4"], also="prepare.py")
+    assert others == {"source": "b", "parts": 2} and "source" not in example
+    assert (example["count"], example["rate"]) == (4, 0.5) and configure(example, []) == {}
+    printed = capsys.readouterr().out
+    assert "source = 'b'  (default 'a')" in printed and "count = 4" in printed and "parts" not in printed
     with pytest.raises(SystemExit, match=r"train.py has no setting sourc; did you mean source\?"):
         configure(example, ["--sourc=c"], also="prepare.py")
     capsys.readouterr()

@@ -146,7 +146,8 @@ def test_accumulation_gives_the_gradient_of_one_big_batch(train, monkeypatch, ra
 
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
-def test_one_synchronisation_a_step(train, monkeypatch, name):
+@pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_synchronisation_a_step(train, monkeypatch, name, amp_dtype):
     """Whatever the number of micro-batches, the device is asked for one result: loss and norm, at the end of a step."""
     asked = []
 
@@ -160,15 +161,18 @@ def test_one_synchronisation_a_step(train, monkeypatch, name):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append("tolist") or tolist(tensor))
     monkeypatch.setattr(train, "optimizer", name)
     monkeypatch.setattr(train, "batch_size", 32)
-    run = new_run(train)
+    run = new_run(train, amp_dtype)
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=amp_dtype == torch.float16)
     for _ in range(2):
         asked.clear()
         with Watch():
             assert run.train_step(1.0)  # four micro-batches
-        assert asked == ["tolist"]
+        assert run.state["skipped"] == 0
+        scale = [op for op in asked if op != "tolist"]  # GradScaler.update() of a CPU; on a GPU that is one kernel
+        assert len(asked) == 1 + len(scale) and len(scale) <= (amp_dtype == torch.float16)
     with Watch():
         run.model.decoder.bias[0].item()  # this would have been seen
-    assert len(asked) == 2
+    assert len(asked) == 2 + len(scale)
 
 
 def test_micro_batches_are_a_function_of_seed_and_row(train, monkeypatch):

@@ -32,7 +32,8 @@ import torch
 import machine
 import train
 from data import IGNORE, load_meta
-from model import MaskedLM, ModelConfig, folder_config
+from folder import folder_config
+from model import MaskedLM, ModelConfig
 
 REFERENCE = "config/crammed.py"  # which of our own recipes is in every comparison
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # what is not as in BERT-base: no dropout

@@ -56,7 +56,8 @@ import glue
 import machine
 import record
 from data import Ragged, batches_by_length
-from model import Classifier, MaskedLM, load
+from folder import load
+from model import Classifier, MaskedLM
 from tokenizer import CLS, PAD, SEP, Tokenizer
 
 # The paper's values: a table names what a run did otherwise.

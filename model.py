@@ -1,18 +1,14 @@
-"""The whole model: embeddings, transformer blocks, masked-language-model head, classifier head, save and load.
+"""The whole model: embeddings, transformer blocks, masked-language-model head, classifier head.
 
-    python -c "import model; print(model.load('out/tiny').config)"
-    python -c "from transformers import AutoModelForMaskedLM as M; print(M.from_pretrained('out/tiny'))"
+    python -c "import model; print(model.MaskedLM(model.ModelConfig()))"
 
 The default is the paper's size (arXiv 2212.14034) in the form that is natively a ModernBERT (arXiv 2412.13663), names
-of modules included, so that transformers loads a saved folder with no code of ours. The switches of ModelConfig, a line
-or two each, also make the paper's crammed BERT and the original BERT.
+of modules included. The switches of ModelConfig, a line or two each, also make the paper's crammed BERT, the original
+BERT and NarrowBERT.
 """
 
-import json
-import os
 from collections import OrderedDict
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +22,7 @@ class ModelConfig:
     vocab_size: int = 32768
     max_seq_len: int = 512
     n_layer: int = 16
+    n_narrow: int = 0
     n_head: int = 12
     n_embd: int = 768
     n_inner: int = 1536
@@ -53,6 +50,8 @@ class ModelConfig:
         if self.n_embd % (2 * self.n_head):
             near = max(1, round(self.n_embd / (2 * self.n_head))) * 2 * self.n_head
             raise ValueError(f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}: try {near}")
+        if not 0 <= self.n_narrow < self.n_layer:
+            raise ValueError(f"n_narrow={self.n_narrow} must lie between 0 and {self.n_layer - 1}: one stays full")
         if not (0 <= self.dropout < 1 and self.norm_eps > 0 and self.token_types >= 0):
             raise ValueError("dropout must lie in [0, 1), norm_eps above 0, and token_types be 0 (no table) or more")
 
@@ -123,10 +122,11 @@ class Attention(nn.Module):
         for name in ("Wq", "Wk", "Wv", "Wo"):
             setattr(self, name, nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias))
 
-    def forward(self, x, rope, mask, positions=None):
-        B, T, C = x.shape
+    def forward(self, x, source, rope, mask, positions):
+        """Rows x (B, K, C), at positions (B, K) of all T or None for all in order, look at source (B, T, C)."""
+        B, T, C = source.shape
         heads = (B, -1, self.n_head, C // self.n_head)  # transposed: q (B, H, K, D), k and v (B, H, T, D)
-        q, k, v = (y.view(heads).transpose(1, 2) for y in (self.Wq(rows_at(x, positions)), self.Wk(x), self.Wv(x)))
+        q, k, v = (y.view(heads).transpose(1, 2) for y in (self.Wq(x), self.Wk(source), self.Wv(source)))
         if rope is not None:
             cos, sin = (table[:T].to(q.dtype) for table in rope)
             at = slice(None) if positions is None else positions[:, None]  # (B, 1, K)
@@ -169,21 +169,27 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, mask, positions=None):
+    def forward(self, x, source, rope, mask, positions=None):
+        """Rows x (B, K, C) after a look at source (B, T, C), which is x itself where all rows are computed."""
         if self.post_norm:
-            x = self.attn_norm(rows_at(x, positions) + self.drop(self.attn(x, rope, mask, positions)))
+            x = self.attn_norm(x + self.drop(self.attn(x, source, rope, mask, positions)))
             return self.mlp_norm(x + self.drop(self.mlp(x)))
-        x = rows_at(x, positions) + self.drop(self.attn(self.attn_norm(x), rope, mask, positions))
+        rows = self.attn_norm(x)
+        source = rows if source is x else self.attn_norm(source)
+        x = x + self.drop(self.attn(rows, source, rope, mask, positions))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
 class Encoder(nn.Module):
-    """Tokens (B, T) to hidden states (B, T, C), or (B, K, C): the last block need not compute what nobody reads."""
+    """Tokens (B, T) to hidden states (B, T, C), or (B, K, C): the last block need not compute what nobody reads.
+
+    Nor need the last n_narrow, if all take keys and values from the last full one (NarrowBERT, arXiv 2301.04761)."""
 
     def __init__(self, config):
         super().__init__()
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
+        self.n_full = config.n_layer - max(1, config.n_narrow)  # one narrow layer is the full model
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
         self.rope = config.position == "rope"
         if self.rope:
@@ -195,9 +201,12 @@ class Encoder(nn.Module):
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]  # (B, 1, 1, T)
         x = self.embeddings(ids, token_types)
         rope = (self.rope_cos, self.rope_sin) if self.rope else None
-        for layer in self.layers[:-1]:
-            x = layer(x, rope, mask)
-        return self.final_norm(self.layers[-1](x, rope, mask, positions))
+        for layer in self.layers[: self.n_full]:
+            x = layer(x, x, rope, mask)
+        source, x = x, rows_at(x, positions)
+        for layer in self.layers[self.n_full :]:
+            x = layer(x, source, rope, mask, positions)
+        return self.final_norm(x)
 
 
 def head_transform(config):
@@ -227,13 +236,18 @@ class MaskedLM(nn.Module):
         return self.decoder(self.head(self.model(ids, attention_mask, token_types, positions)))
 
     def flops_per_token(self, seq_len, predicted):
-        """FLOPs per token of forward and backward on rows of T = seq_len tokens, `predicted` of them decoded:
+        """FLOPs per token of forward and backward on rows of T = seq_len tokens, `predicted` of them decoded.
+
         6 · W + 12 · L · T · C with W matrix weights (arXiv 2001.08361, section 2.1, but attention not causal); what the
         decoded rows alone go through counts by their share. Norms, biases and optimiser are not counted."""
-        (*rest, last), share = self.model.layers, predicted / seq_len
-        parts = (*rest, last.attn.Wk, last.attn.Wv), (last.attn.Wq, last.attn.Wo, last.mlp, self.head, self.decoder)
-        full, few = (sum(p.numel() for m in part for p in m.parameters() if p.ndim == 2) for part in parts)
-        return 6 * (full + share * few) + 12 * (len(rest) + share) * seq_len * self.config.n_embd
+        layers, n_full, share = self.model.layers, self.model.n_full, predicted / seq_len
+        every, few = list(layers[:n_full]), [self.head, self.decoder]
+        for layer in layers[n_full:]:
+            every += [layer.attn.Wk, layer.attn.Wv]
+            few += [layer.attn.Wq, layer.attn.Wo, layer.mlp]
+        W, W_few = (sum(p.numel() for m in ms for p in m.parameters() if p.ndim == 2) for ms in (every, few))
+        attention = 12 * (n_full + share * (len(layers) - n_full)) * seq_len * self.config.n_embd
+        return 6 * (W + share * W_few) + attention
 
 
 class Classifier(nn.Module):
@@ -260,91 +274,3 @@ def init_weights(module):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-def not_native(config):
-    """Why a model of this config is no ModernBERT, in a few words; '' where it is one."""
-    works = {"position": ["rope"], "post_norm": [False], "embedding_norm": [True], "first_attn_norm": [False],
-             "final_norm": [True], "head_transform": [True], "token_types": [0], "activation": ["geglu", "relu2"]}
-    return ", ".join(f"{k}={getattr(config, k)}" for k, v in works.items() if getattr(config, k) not in v)
-
-
-def folder_config(config):
-    """The dict of config.json: ModernBERT's own keys where the model is one, and ours under "nanocram" always."""
-    ours = {"nanocram": asdict(config)}
-    if not_native(config):
-        return {"model_type": "nanocram", **ours}
-    relu2 = config.activation == "relu2"  # relu(a) · g with a = g = Wi x is relu², exactly: Wi is stored twice
-    return {
-        "architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert", "dtype": "float32",
-        "vocab_size": config.vocab_size, "hidden_size": config.n_embd, "intermediate_size": config.n_inner,
-        "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head,
-        "max_position_embeddings": config.max_seq_len, "hidden_activation": "relu" if relu2 else "gelu",
-        "norm_eps": config.norm_eps, "norm_bias": config.norm_bias, "attention_bias": config.linear_bias,
-        "mlp_bias": config.linear_bias, "classifier_bias": config.linear_bias, "decoder_bias": config.decoder_bias,
-        "classifier_activation": "gelu", "classifier_pooling": "cls", "tie_word_embeddings": True,
-        "global_attn_every_n_layers": 1, "global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA,
-        "pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2, **ours,
-    }  # fmt: skip
-
-
-def to_folder_keys(state, config):
-    """Our state dict under the names and shapes of the model folder: q, k, v as one matrix, the tied decoder once."""
-    state = {k: v for k, v in state.items() if k != "decoder.weight"}
-    if not_native(config):
-        return state
-    for key in [k for k in state if ".attn.Wq." in k]:
-        parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
-        state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
-    if config.activation == "relu2":
-        state |= {k: torch.cat((v, v)) for k, v in state.items() if ".mlp.Wi." in k}
-    return state
-
-
-def from_folder_keys(state, config):
-    """The inverse of to_folder_keys; takes the dict apart."""
-    for key in [k for k in state if ".attn.Wqkv." in k]:
-        for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
-            state[key.replace("Wqkv", name)] = part
-    if config.activation == "relu2" and not not_native(config):
-        state |= {k: v.chunk(2)[0] for k, v in state.items() if ".mlp.Wi." in k}
-    return state | {"decoder.weight": state["model.embeddings.tok_embeddings.weight"]}
-
-
-def save(model, folder):
-    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, each beside its goal and renamed."""
-    import safetensors.torch
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = to_folder_keys(model.state_dict(), model.config)
-    weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
-    weights = safetensors.torch.save(weights, metadata={"format": "pt"})
-    write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
-    write_beside(folder / "model.safetensors", lambda p: p.write_bytes(weights))
-
-
-def write_beside(path, write):
-    """Call write(temporary path), bring the bytes to the disk, then rename: readers see the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write(temporary)
-        with open(temporary, "r+b") as f:
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # a failed write must not keep the disk full
-
-
-def load(folder, device="cpu"):
-    """The MaskedLM saved in folder, in evaluation mode. Raises ValueError with what is wrong and what to type."""
-    from safetensors.torch import load_file
-
-    try:
-        config = ModelConfig(**json.loads((Path(folder) / "config.json").read_text())["nanocram"])
-        model = MaskedLM(config)
-        model.load_state_dict(from_folder_keys(load_file(Path(folder) / "model.safetensors"), config))
-    except Exception as e:  # there are many ways to be broken
-        raise ValueError(f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}") from None
-    return model.to(device).eval()
-

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import glue
-from model import write_beside
+from folder import write_beside
 
 COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_loss_25", "val_nats_per_char",
            "lr", "batch_size", "mask_rate", "grad_norm", "skipped")  # fmt: skip

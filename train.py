@@ -54,6 +54,7 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes later on; the size of the table for learned positions
 n_layer = 16
+n_narrow = 0                    # of them, how many at the end compute predicted tokens only (NarrowBERT)
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, behind the gate
@@ -92,7 +93,8 @@ import torch.nn.functional as F
 import machine
 import record
 from data import IGNORE, Rows, draw_masks, held_out, load_meta, load_tokenizer
-from model import MaskedLM, ModelConfig, not_native, save, write_beside
+from folder import not_native, save, write_beside
+from model import MaskedLM, ModelConfig
 from muon import Muon
 from tokenizer import CLS, MASK, SEP
 
@@ -299,8 +301,7 @@ class Run:
         """Held-out losses, logged; how long they took becomes part of the reserve."""
         start, counts = time.monotonic(), self.meta["counts"]
         val = {f"val_loss_{rate}": self.held_out_loss(batches) for rate, batches in sets.items()}
-        # per character of text, so that vocabularies compare
-        val["val_nats_per_char"] = val["val_loss_15"] * counts["val_tokens"] / counts["val_characters"]
+        val["val_nats_per_char"] = val["val_loss_15"] * counts["val_tokens"] / counts["val_characters"]  # of the text
         self.state["eval_seconds"] = time.monotonic() - start
         self.seconds["evaluating"] += self.state["eval_seconds"]
         self.log(**val)
@@ -399,7 +400,7 @@ def main():
     print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} multiplies "
           f"matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
     if why := not_native(config):
-        print(f"with {why} this is no ModernBERT: model.load() reads the model folder, transformers does not")
+        print(f"with {why} this is no ModernBERT: folder.load() reads the model folder, transformers does not")
 
     def ask_to_stop(number, frame):
         run.stop = True
@@ -442,10 +443,9 @@ def train(run, sets, tokenizer, peak):
         if progress >= 1 or not run.train_step(progress):
             continue  # the clock or a signal came between
         speed = (state["row"] - first_row) * seq_len / run.seconds["training"]
-        remaining = run.elapsed() / max(progress, 1e-9) - run.elapsed()
-        mfu, bar.n = speed * run.flops_per_token / peak, progress
+        mfu, bar.n, left = speed * run.flops_per_token / peak, progress, run.elapsed() * (1 / max(progress, 1e-9) - 1)
         bar.set_postfix_str(f"loss {state['last']['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
-                            f"lr {state['last']['lr']:.1e}  {remaining / 60:.0f} min left")  # fmt: skip
+                            f"lr {state['last']['lr']:.1e}  {left / 60:.0f} min left")  # fmt: skip
         if not planned and not max_steps and run.seconds["training"] > 10:
             bar.write(plan(run, speed, progress))
             planned = True

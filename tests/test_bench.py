@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import bench
 import machine
-from model import MaskedLM, ModelConfig, to_folder_keys
+from folder import to_folder_keys
+from model import MaskedLM, ModelConfig
 
 
 @pytest.fixture

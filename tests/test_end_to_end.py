@@ -16,7 +16,7 @@ import transformers
 from conftest import ROOT, SMALL_MODEL, last_line, script
 from safetensors.torch import load_file
 
-from model import load
+from folder import load
 from record import COLUMNS, read_log
 from tokenizer import Tokenizer
 from train import fill_masks

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 import configurator
 import finetune_glue as ft
 from data import Ragged, batches_by_length
-from model import MaskedLM, ModelConfig, save
+from folder import save
+from model import MaskedLM, ModelConfig
 
 SIZES = {"vocab_size": 600, "n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 48, "max_seq_len": 128}
 QUICK = {"seeds": 2, "epochs": 2, "glue_batch": 8, "dtype": "float32", "device": "cpu"}

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import assignments
-from model import Classifier, MaskedLM, ModelConfig, load, not_native, save
+from folder import load, not_native, save
+from model import Classifier, MaskedLM, ModelConfig
 
 SMALL = dict(vocab_size=90, max_seq_len=40, n_layer=3, n_head=2, n_embd=32, n_inner=24)
 RECIPE = {name: value for name, (value, _) in assignments(ROOT / "config/crammed.py", strict=True).items()}
@@ -57,8 +58,9 @@ def test_flops_of_the_literature():
     assert (crammed.flops_per_token(128, 32) + skipped) / 1e6 == pytest.approx(622.9, abs=0.05)
 
 
-def test_flops_agree_with_torchs_own_counter():
-    model = random_model()
+@pytest.mark.parametrize("n_narrow", [0, 1, 2])
+def test_flops_agree_with_torchs_own_counter(n_narrow):
+    model = random_model(n_narrow=n_narrow)
     ids, positions = torch.randint(0, 90, (4, 32)), torch.randint(0, 32, (4, 8))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it cannot count flash on the CPU
         model(ids, positions).sum().backward()
@@ -132,7 +134,8 @@ def test_the_papers_positions():
     assert fresh.model.embeddings.position_scale.item() == pytest.approx(32**-0.5)
 
 
-@pytest.mark.parametrize("switches", [{}, CRAMMED | {"max_seq_len": 40}, BERT | {"n_layer": 2, "n_inner": 24}])
+@pytest.mark.parametrize("switches", [{}, CRAMMED | {"max_seq_len": 40}, BERT | {"n_layer": 2, "n_inner": 24},
+                                      {"n_narrow": 2}, BERT | SMALL | {"n_narrow": 2}])  # fmt: skip
 def test_only_the_chosen_positions_are_decoded_and_padding_changes_nothing(switches):
     model = random_model(**switches)
     ids, mask = batch()
@@ -145,7 +148,7 @@ def test_only_the_chosen_positions_are_decoded_and_padding_changes_nothing(switc
         assert torch.allclose(model(ids[2:, :5]), everywhere[2:, :5], atol=1e-4)
 
 
-@pytest.mark.parametrize("switches", [{}, CRAMMED | SMALL, BERT | SMALL])
+@pytest.mark.parametrize("switches", [{}, CRAMMED | SMALL, BERT | SMALL, {"n_narrow": 2}])
 def test_a_last_block_that_computes_only_what_is_read_changes_nothing(switches):
     """Outputs at the positions, and the gradients of every parameter through them."""
     model = random_model(**switches).model
@@ -162,12 +165,65 @@ def test_a_last_block_that_computes_only_what_is_read_changes_nothing(switches):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6 * scale)
 
 
+@pytest.mark.parametrize("switches", [{}, BERT | SMALL])
+def test_narrow_layers_against_torchs_own_attention(switches):
+    """The last two of three layers by torch.nn.MultiheadAttention: queries from the rows, keys and values from the
+    first layer's output (NarrowBERT, arXiv 2301.04761, "SparseQueries")."""
+    switches = switches | {"position": "learned", "linear_bias": False}
+    model = random_model(**switches, n_narrow=2).model
+    ids, mask = batch()
+    positions = torch.tensor([[0, 3, 16], [11, 1, 1], [4, 2, 0]])
+    with torch.no_grad():
+        layers = model.layers
+        first = model.embeddings(ids)
+        first = layers[0](first, first, None, mask.bool()[:, None, None, :])
+        x = first.gather(1, positions[..., None].expand(-1, -1, 32))
+        for layer in layers[1:]:
+            attention = torch.nn.MultiheadAttention(32, 2, bias=False, batch_first=True)
+            attention.in_proj_weight.copy_(torch.cat([getattr(layer.attn, n).weight for n in ("Wq", "Wk", "Wv")]))
+            attention.out_proj.weight.copy_(layer.attn.Wo.weight)
+            norm = (lambda rows: rows) if switches.get("post_norm") else layer.attn_norm
+            y, _ = attention(norm(x), norm(first), norm(first), key_padding_mask=mask == 0)
+            if switches.get("post_norm"):
+                x = layer.attn_norm(x + y)
+                x = layer.mlp_norm(x + layer.mlp(x))
+            else:
+                x = x + y
+                x = x + layer.mlp(layer.mlp_norm(x))
+        assert torch.allclose(model(ids, mask, positions=positions), model.final_norm(x), atol=1e-5)
+
+
+def test_one_narrow_layer_is_the_full_model():
+    ids, mask = batch()
+    full, narrow = random_model(), random_model(n_narrow=1)
+    assert torch.equal(full(ids, attention_mask=mask), narrow(ids, attention_mask=mask))
+    two = random_model(n_narrow=2)
+    assert not torch.allclose(full(ids, attention_mask=mask), two(ids, attention_mask=mask), atol=0.1)
+    assert not_native(narrow.config) == "" and not_native(two.config) == "n_narrow=2"
+
+
+@pytest.mark.parametrize(("name", "parameters"), [
+    ("bert", 111_241_472), ("crammed", 119_589_889), ("bert_minimal_train", 119_589_889),
+    # 12 layers of 7,087,872, table, positions, norm behind them, head and decoder bias
+    ("bert_minimal_arch", 12 * 7_087_872 + 25_165_824 + 98_304 + 1_536 + 592_128 + 32_768),
+    # 24 of 12,596,224
+    ("izsak", 24 * 12_596_224 + 33_554_432 + 131_072 + 2_048 + 1_051_648 + 32_768)])  # fmt: skip
+def test_the_recipes_have_their_sizes(name, parameters, monkeypatch):
+    import train
+
+    for key, (value, _) in assignments(ROOT / f"config/{name}.py", strict=True).items():
+        monkeypatch.setattr(train, key, value, raising=key != "order")  # that one is prepare.py's
+    config = train.check_settings()
+    with torch.device("meta"):
+        assert count(MaskedLM(config)) == parameters
+
+
 def test_zero_init_makes_every_block_the_identity():
     torch.manual_seed(0)
     model = MaskedLM(ModelConfig(**SMALL)).eval()
     ids, _ = batch()
     x = model.model.embeddings(ids)
-    assert torch.equal(model.model.layers[1](x, (model.model.rope_cos, model.model.rope_sin), None), x)
+    assert torch.equal(model.model.layers[1](x, x, (model.model.rope_cos, model.model.rope_sin), None), x)
 
 
 def configs():
@@ -185,6 +241,7 @@ def configs():
 @given(configs())
 def test_save_and_load_any_architecture(tmp_path_factory, config):
     folder = tmp_path_factory.mktemp("model")
+    config.n_narrow = config.vocab_size % config.n_layer
     model = MaskedLM(config).eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -212,6 +269,7 @@ def test_broken_folders_and_impossible_sizes_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="is no model folder"):
         load(tmp_path)
     for wrong, hint in (({"n_head": 3}, "try 30"), ({"activation": "swish"}, "choose one of geglu"),
-                        ({"n_layer": 0}, "at least 1"), ({"dropout": 1.0}, "dropout"), ({"position": ""}, "rope")):
+                        ({"n_layer": 0}, "at least 1"), ({"dropout": 1.0}, "dropout"), ({"position": ""}, "rope"),
+                        ({"n_narrow": 3}, "between 0 and 2")):
         with pytest.raises(ValueError, match=hint):
             ModelConfig(**(SMALL | wrong))

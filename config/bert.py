@@ -1,0 +1,39 @@
+"""The original BERT-base, 111,241,472 parameters, inside the budget (arXiv 1810.04805; 2212.14034, section 4.1).
+
+Devlin et al. train on a million batches of 256 rows, a tenth of them 512 tokens long. Here the same schedule spans the
+budget, all rows have 128 tokens, batches have 512 rows as in the paper's runs, and there is no next-sentence task.
+"""
+
+out_dir = "out/bert"
+# architecture: learned positions and token types, norms behind the sums, biases everywhere, GELU
+n_layer = 12
+n_inner = 3072
+activation = "gelu"
+position = "learned"
+token_types = 2
+post_norm = True
+final_norm = False
+linear_bias = True
+norm_bias = True
+norm_eps = 1e-12
+dropout = 0.1
+zero_init = False
+# optimiser: Adam with its coupled weight decay, a linear schedule, no clipping
+optimizer = "adam"
+lr = 1e-4
+beta2 = 0.999
+adam_eps = 1e-8
+weight_decay = 0.01
+grad_clip = 0.0
+schedule = "linear"
+warmup = 0.01  # 10,000 of a million steps
+# batch
+micro_batch = 128
+batch_size = 512
+batch_start = 512
+batch_ramp = 0.0
+# objective
+mask_rate = 0.15
+mask_rate_end = 0.15
+mask_token_share = 0.8
+random_token_share = 0.1

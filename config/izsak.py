@@ -1,0 +1,41 @@
+"""Izsak et al.'s "How to Train BERT with an Academic Budget": a large model, few steps (arXiv 2104.07705).
+
+Their best command: 24 layers of 1,024, AdamW at 1e-3, batches of 4,096 rows, a linear schedule over the clock. They had
+eight cards of 12 GB for a day; on one card this is far from done when the day is over (arXiv 2212.14034, section 5).
+"""
+
+out_dir = "out/izsak"
+# architecture: BERT-large with its norms before the blocks
+n_layer = 24
+n_head = 16
+n_embd = 1024
+n_inner = 4096
+activation = "gelu"
+position = "learned"
+max_seq_len = 128
+first_attn_norm = True
+final_norm = False
+linear_bias = True
+norm_bias = True
+norm_eps = 1e-6
+dropout = 0.1
+zero_init = False
+# optimiser
+optimizer = "adamw"
+lr = 0.001
+beta2 = 0.98
+adam_eps = 1e-6
+weight_decay = 0.01
+grad_clip = 0.0
+schedule = "linear"
+warmup = 0.06
+# batch
+micro_batch = 32
+batch_size = 4096
+batch_start = 4096
+batch_ramp = 0.0
+# objective
+mask_rate = 0.15
+mask_rate_end = 0.15
+mask_token_share = 0.8
+random_token_share = 0.1

@@ -1,0 +1,104 @@
+"""The model folder: config.json and model.safetensors, natively a ModernBERT wherever the model is one.
+
+    python -c "import folder; print(folder.load('out/tiny').config)"
+    python -c "from transformers import AutoModelForMaskedLM as M; print(M.from_pretrained('out/tiny'))"
+
+transformers loads such a folder with no code of ours. What is no ModernBERT is saved under our own names, for load().
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from model import ROPE_THETA, MaskedLM, ModelConfig
+
+
+def not_native(config):
+    """Why a model of this config is no ModernBERT, in a few words; '' where it is one."""
+    works = {"n_narrow": [0, 1], "position": ["rope"], "post_norm": [False], "embedding_norm": [True],
+             "first_attn_norm": [False], "final_norm": [True], "head_transform": [True], "token_types": [0],
+             "activation": ["geglu", "relu2"]}  # fmt: skip
+    return ", ".join(f"{k}={getattr(config, k)}" for k, v in works.items() if getattr(config, k) not in v)
+
+
+def folder_config(config):
+    """The dict of config.json: ModernBERT's own keys where the model is one, and ours under "nanocram" always."""
+    ours = {"nanocram": asdict(config)}
+    if not_native(config):
+        return {"model_type": "nanocram", **ours}
+    relu2 = config.activation == "relu2"  # relu(a) · g with a = g = Wi x is relu², exactly: Wi is stored twice
+    return {
+        "architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert", "dtype": "float32",
+        "vocab_size": config.vocab_size, "hidden_size": config.n_embd, "intermediate_size": config.n_inner,
+        "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head,
+        "max_position_embeddings": config.max_seq_len, "hidden_activation": "relu" if relu2 else "gelu",
+        "norm_eps": config.norm_eps, "norm_bias": config.norm_bias, "attention_bias": config.linear_bias,
+        "mlp_bias": config.linear_bias, "classifier_bias": config.linear_bias, "decoder_bias": config.decoder_bias,
+        "classifier_activation": "gelu", "classifier_pooling": "cls", "tie_word_embeddings": True,
+        "global_attn_every_n_layers": 1, "global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA,
+        "pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2, **ours,
+    }  # fmt: skip
+
+
+def to_folder_keys(state, config):
+    """Our state dict under the names and shapes of the model folder: q, k, v as one matrix, the tied decoder once."""
+    state = {k: v for k, v in state.items() if k != "decoder.weight"}
+    if not_native(config):
+        return state
+    for key in [k for k in state if ".attn.Wq." in k]:
+        parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
+        state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
+    if config.activation == "relu2":
+        state |= {k: torch.cat((v, v)) for k, v in state.items() if ".mlp.Wi." in k}
+    return state
+
+
+def from_folder_keys(state, config):
+    """The inverse of to_folder_keys; takes the dict apart."""
+    for key in [k for k in state if ".attn.Wqkv." in k]:
+        for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
+            state[key.replace("Wqkv", name)] = part
+    if config.activation == "relu2" and not not_native(config):
+        state |= {k: v.chunk(2)[0] for k, v in state.items() if ".mlp.Wi." in k}
+    return state | {"decoder.weight": state["model.embeddings.tok_embeddings.weight"]}
+
+
+def save(model, folder):
+    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, each beside its goal and renamed."""
+    import safetensors.torch
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = to_folder_keys(model.state_dict(), model.config)
+    weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
+    weights = safetensors.torch.save(weights, metadata={"format": "pt"})
+    write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
+    write_beside(folder / "model.safetensors", lambda p: p.write_bytes(weights))
+
+
+def write_beside(path, write):
+    """Call write(temporary path), bring the bytes to the disk, then rename: readers see the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write(temporary)
+        with open(temporary, "r+b") as f:
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # a failed write must not keep the disk full
+
+
+def load(folder, device="cpu"):
+    """The MaskedLM saved in folder, in evaluation mode. Raises ValueError with what is wrong and what to type."""
+    from safetensors.torch import load_file
+
+    try:
+        config = ModelConfig(**json.loads((Path(folder) / "config.json").read_text())["nanocram"])
+        model = MaskedLM(config)
+        model.load_state_dict(from_folder_keys(load_file(Path(folder) / "model.safetensors"), config))
+    except Exception as e:  # there are many ways to be broken
+        raise ValueError(f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}") from None
+    return model.to(device).eval()

@@ -1,0 +1,247 @@
+"""Several recipes on the same data and the same clock: who reaches a loss first?
+
+    python race.py config/small.py config/small.py+optimizer=adamw+lr=0.003 --data_dir=data/small --budget_hours=0.1
+    python race.py config/crammed.py config/bert.py config/narrow.py --shrink=4,3,64 --data_dir=data/small
+    python race.py --plot=out/a,out/b                       # runs that are there already
+
+A contender is a recipe, changed by what follows a +. Each runs as train.py in a process of its own, one after the other
+in turns, seed by seed; settings of train.py on the command line hold for all. What is there already is not run again.
+out_dir gets the runs, race.md (the table), race.csv (every run) and race.png.
+"""
+
+import ast
+import csv
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from configurator import assignments, configure, require, settings
+
+data_dir = "data/small"    # what prepare.py wrote; its vocabulary and row length are everybody's
+out_dir = "out/race"       # one folder a run, named after recipe, changes and seed
+budget_hours = 0.1         # wall-clock hours of each run
+seeds = 2                  # runs of each contender
+evals = 20                 # evaluations in each run, besides the last
+eval_rows = 384            # held-out rows in each
+shrink = ""                # LAYERS,WIDTH,BATCH: divide all by these (4,3,64: 16 x 768 at 8,192 rows -> 4 x 256 at 128)
+plot = ""                  # folders of runs, with commas between: compare these and run nothing
+
+FLAGS = [arg for arg in sys.argv[1:] if arg.startswith("--")]
+if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
+    configure(globals(), FLAGS, also="train.py")
+
+import record
+
+TRAIN = Path(__file__).with_name("train.py")
+HELD_OUT = "val_loss_15"  # what a race is about
+MICRO_BATCH = 32  # rows, of a shrunken run
+
+
+@dataclass
+class Contender:
+    """A recipe with changes; runs: [(run.json, rows of log.csv)], one a seed."""
+
+    name: str
+    recipe: str
+    changes: list
+    runs: list = field(default_factory=list)
+
+
+def contender(text):
+    """The Contender of "RECIPE+name=value+…"; its name is that without folder and suffix."""
+    recipe, *changes = text.split("+")
+    if not Path(recipe).is_file():
+        sys.exit(f"{recipe} not found: name a recipe, such as config/small.py")
+    if wrong := [c for c in changes if "=" not in c]:
+        sys.exit(f"{text}: {wrong[0]} should be a change like lr=0.002")
+    return Contender("+".join([Path(recipe).stem, *changes]), recipe, changes)
+
+
+def shrunken(values, layers, width, batch):
+    """Settings that make a recipe small by one rule: depth, heads (of the same size), MLP and batch each divided."""
+
+    def rows(name):
+        return MICRO_BATCH * max(1, round(values[name] / batch / MICRO_BATCH))
+
+    heads = max(1, round(values["n_head"] / width))
+    return {
+        "n_layer": max(2, round(values["n_layer"] / layers)), "n_narrow": round(values["n_narrow"] / layers),
+        "n_head": heads, "n_embd": heads * values["n_embd"] // values["n_head"],
+        "n_inner": 64 * max(1, round(values["n_inner"] / width / 64)),
+        "micro_batch": MICRO_BATCH, "batch_size": rows("batch_size"), "batch_start": rows("batch_start"),
+    }  # fmt: skip
+
+
+def literal(text):
+    try:
+        return ast.literal_eval(str(text))
+    except (ValueError, SyntaxError):
+        return text
+
+
+def wanted(contender, common, seed):
+    """The settings, {name: text}, of a contender's run: its own, shrunken, then those common to all."""
+    values = settings(TRAIN) | assignments(contender.recipe, strict=True)
+    values = {name: value for name, (value, _) in values.items()}
+    changes = dict(change.split("=", 1) for change in contender.changes)
+    if shrink:
+        values |= {name: literal(text) for name, text in changes.items()}
+        changes |= shrunken(values, *(float(part) for part in shrink.split(",")))
+    return changes | common | {"seed": seed, "out_dir": f"{out_dir}/{contender.name}-{seed}"}
+
+
+def is_done(folder, flags):
+    """Whether folder holds a run with these settings that came to its end."""
+    try:
+        had = json.loads((folder / "run.json").read_text())["settings"]
+    except (OSError, ValueError, LookupError):
+        return False
+    return printed(folder).exists() and all(had.get(name) == literal(value) for name, value in flags.items())
+
+
+def printed(folder):
+    """Where the output of a finished run is."""
+    return folder.with_name(folder.name + ".txt")
+
+
+def run(contender, flags):
+    """Run train.py, unless that was done. Exits with the last line of its output if it fails."""
+    folder = Path(flags["out_dir"])
+    if is_done(folder, flags):
+        print(f"{folder} is there already")
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    printed(folder).unlink(missing_ok=True)
+    command = [sys.executable, str(TRAIN), contender.recipe, *(f"--{name}={value}" for name, value in flags.items())]
+    running = folder.with_name(folder.name + ".running.txt")
+    with open(running, "w", encoding="utf-8") as f:
+        failed = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT).returncode
+    if failed:
+        sys.exit(f"{' '.join(command[1:])} failed: {running.read_text().strip().splitlines()[-1]}")
+    running.rename(printed(folder))
+    print(f"{folder}: held-out loss {load_run(folder)[1][-1][HELD_OUT]:.3f}", flush=True)
+
+
+def time_to(rows, loss):
+    """Seconds at which the held-out loss first was that low, between two evaluations by a straight line; else None."""
+    before = None
+    for time, value in ((row["elapsed_s"], row[HELD_OUT]) for row in rows if HELD_OUT in row):
+        if value <= loss:
+            return time if before is None else before[0] + (time - before[0]) * (before[1] - loss) / (before[1] - value)
+        before = (time, value)
+    return None
+
+
+def times_faster(rows, others):
+    """How many times sooner a run reaches the better loss that both reach than another run; below 1 it is slower."""
+    goal = max(min(row[HELD_OUT] for row in run if HELD_OUT in row) for run in (rows, others))
+    ours, theirs = time_to(rows, goal), time_to(others, goal)
+    return theirs / ours if ours else float("inf")
+
+
+def table(contenders):
+    """Lines of markdown: medians over seeds, the range of the losses, and the time to a loss beside the first one."""
+    lines = ["| recipe | parameters | MFLOP/token | tokens/s | steps | tokens | held-out loss at 15 % | at 25 % | "
+             "sooner at a loss than the first by |", "| --- |" + " ---: |" * 8]  # fmt: skip
+    for c in contenders:
+        last = [rows[-1] for _, rows in c.runs]
+        losses = sorted(row[HELD_OUT] for row in last)
+        typical = {name: statistics.median(row[name] for row in last) for name in ("tokens", "step", "val_loss_25")}
+        speed = statistics.median(row["tokens"] / row["elapsed_s"] for row in last)
+        pairs = zip(c.runs, contenders[0].runs, strict=False)
+        ratio = statistics.median(times_faster(a[1], b[1]) for a, b in pairs)
+        size, work = c.runs[0][0]["parameters"] / 1e6, c.runs[0][0]["flops_per_token"] / 1e6
+        lines.append(f"| {c.name} | {size:.1f}M | {work:,.1f} | {speed:,.0f} | {typical['step']:,.0f} | "
+                     f"{typical['tokens'] / 1e6:.1f}M | {statistics.median(losses):.3f} ({losses[0]:.3f} to "
+                     f"{losses[-1]:.3f}) | {typical['val_loss_25']:.3f} | {ratio:.2f} |")  # fmt: skip
+    return lines
+
+
+def write_csv(contenders, path):
+    """One line a run, with what made it."""
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        names = ("val_loss_15", "val_loss_25", "step", "tokens", "elapsed_s")
+        writer.writerow(["commit", "device", "recipe", "seed", "budget_hours", *names])
+        for c in contenders:
+            for facts, rows in c.runs:
+                made = [facts["settings"][name] for name in ("seed", "budget_hours")]
+                writer.writerow([facts["commit"][:7], facts["device"], c.name, *made, *(rows[-1][n] for n in names)])
+
+
+def draw(contenders, path):
+    """The held-out losses over one another: by time, tokens and floating-point operations."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no race.png: pip install matplotlib draws one")
+        return
+    figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained", facecolor="white")
+    measures = {"elapsed_s": "seconds", "tokens": "tokens", "flops": "floating-point operations"}
+    for axes, (key, label) in zip(figure.subplots(1, 3, sharey=True), measures.items(), strict=True):
+        for i, c in enumerate(contenders):
+            for j, (_, rows) in enumerate(c.runs):
+                points = [(row[key], row[HELD_OUT]) for row in rows if HELD_OUT in row and row[key] > 0]
+                name = c.name if j == 0 else None
+                axes.plot(*zip(*points, strict=True), color=f"C{i}", lw=1.2, alpha=0.85, label=name)
+        axes.set(xscale="log", xlabel=label)
+        axes.grid(alpha=0.25, which="both")
+    figure.axes[0].set_ylabel("held-out loss at 15 % masked (nats)")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)
+
+
+def load_run(folder):
+    """(run.json, rows of log.csv) of a finished run; exits if folder holds none."""
+    try:
+        facts, rows = json.loads((Path(folder) / "run.json").read_text()), record.read_log(folder)
+        rows[-1][HELD_OUT], facts["parameters"]
+    except (OSError, ValueError, LookupError):
+        sys.exit(f"{folder} holds no finished run of train.py: name one, or several with commas between")
+    return facts, rows
+
+
+def main():
+    if plot:
+        contenders = [Contender(Path(folder).name, "", [], [load_run(folder)]) for folder in plot.split(",")]
+    else:
+        contenders = [contender(text) for text in sys.argv[1:] if not text.startswith("--")]
+        race(contenders)
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = table(contenders)
+    print("", *lines, "", sep="\n")
+    (folder / "race.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_csv(contenders, folder / "race.csv")
+    draw(contenders, folder / "race.png")
+    print(f"{folder}: race.md (this table), race.csv (every run), race.png")
+
+
+def race(contenders):
+    """Run all contenders on data_dir, in turns."""
+    require(globals(), {"seeds": (1, 1000), "budget_hours": (1e-6, 1e6), "evals": (1, 10**6), "eval_rows": (1, 10**8)})
+    if not contenders or len({c.name for c in contenders}) < len(contenders):
+        sys.exit("name at least one recipe, each of them once: python race.py config/small.py config/crammed.py")
+    if bare := [flag for flag in FLAGS if "=" not in flag]:
+        sys.exit(f"{bare[0]}: write {bare[0]}=VALUE, for a word of its own is a recipe here")
+    try:
+        meta = json.loads((Path(data_dir) / "meta.json").read_text())
+        common = {"data_dir": data_dir, "vocab_size": meta["vocab_size"], "seq_len": meta["seq_len"]}
+    except (OSError, ValueError, LookupError):
+        sys.exit(f"{data_dir} holds no data: run python prepare.py --data_dir={data_dir} first")
+    common |= {"budget_hours": budget_hours, "evals": evals, "eval_rows": eval_rows}
+    own = settings(__file__)
+    common |= dict(flag[2:].split("=", 1) for flag in FLAGS if flag[2:].split("=")[0] not in own)
+    for seed in range(seeds):
+        for c in contenders:
+            flags = wanted(c, common, seed)
+            run(c, flags)
+            c.runs.append(load_run(flags["out_dir"]))
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    main()

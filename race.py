@@ -184,13 +184,13 @@ def draw(contenders, path):
     for axes, (key, label) in zip(figure.subplots(1, 3, sharey=True), measures.items(), strict=True):
         for i, c in enumerate(contenders):
             for j, (_, rows) in enumerate(c.runs):
-                points = [(row[key], row[HELD_OUT]) for row in rows if HELD_OUT in row and row[key] > 0]
+                points = [(row[key], row[HELD_OUT]) for row in rows if HELD_OUT in row and row["tokens"]]
                 name = c.name if j == 0 else None
                 axes.plot(*zip(*points, strict=True), color=f"C{i}", lw=1.2, alpha=0.85, label=name)
         axes.set(xscale="log", xlabel=label)
         axes.grid(alpha=0.25, which="both")
     figure.axes[0].set_ylabel("held-out loss at 15 % masked (nats)")
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.axes[0].legend(frameon=False, fontsize=8, loc="upper right")
     figure.savefig(path)
 
 

@@ -66,9 +66,9 @@ def shrunken(values, layers, width, batch):
     def rows(name):
         return MICRO_BATCH * max(1, round(values[name] / batch / MICRO_BATCH))
 
-    heads = max(1, round(values["n_head"] / width))
+    heads, n_layer = max(1, round(values["n_head"] / width)), max(2, round(values["n_layer"] / layers))
     return {
-        "n_layer": max(2, round(values["n_layer"] / layers)), "n_narrow": round(values["n_narrow"] / layers),
+        "n_layer": n_layer, "n_narrow": min(n_layer - 1, round(values["n_narrow"] / layers)),
         "n_head": heads, "n_embd": heads * values["n_embd"] // values["n_head"],
         "n_inner": 64 * max(1, round(values["n_inner"] / width / 64)),
         "micro_batch": MICRO_BATCH, "batch_size": rows("batch_size"), "batch_start": rows("batch_start"),
@@ -83,23 +83,27 @@ def literal(text):
 
 
 def wanted(contender, common, seed):
-    """The settings, {name: text}, of a contender's run: its own, shrunken, then those common to all."""
-    values = settings(TRAIN) | assignments(contender.recipe, strict=True)
-    values = {name: value for name, (value, _) in values.items()}
+    """(the settings on the command line of a contender's run, {name: text}; the values of all its settings)."""
+    values = {name: value for name, (value, _) in settings(TRAIN).items()}
     changes = dict(change.split("=", 1) for change in contender.changes)
+    if unknown := changes.keys() - values.keys():
+        sys.exit(f"{contender.name}: train.py has no setting {unknown.pop()}")
+    recipe = assignments(contender.recipe, strict=True)
+    values |= {name: value for name, (value, _) in recipe.items() if name in values}
+    values |= {name: literal(text) for name, text in changes.items()}
     if shrink:
-        values |= {name: literal(text) for name, text in changes.items()}
         changes |= shrunken(values, *(float(part) for part in shrink.split(",")))
-    return changes | common | {"seed": seed, "out_dir": f"{out_dir}/{contender.name}-{seed}"}
+    flags = changes | common | {"seed": seed, "out_dir": f"{out_dir}/{contender.name}-{seed}"}
+    return flags, values | {name: literal(text) for name, text in flags.items()}
 
 
-def is_done(folder, flags):
-    """Whether folder holds a run with these settings that came to its end."""
+def is_done(folder, values, data):
+    """Whether folder holds a run with these settings on this data that came to its end."""
     try:
-        had = json.loads((folder / "run.json").read_text())["settings"]
-    except (OSError, ValueError, LookupError):
+        facts = json.loads((folder / "run.json").read_text())
+    except (OSError, ValueError):
         return False
-    return printed(folder).exists() and all(had.get(name) == literal(value) for name, value in flags.items())
+    return printed(folder).exists() and facts.get("data") == data and facts["settings"] == values
 
 
 def printed(folder):
@@ -107,10 +111,10 @@ def printed(folder):
     return folder.with_name(folder.name + ".txt")
 
 
-def run(contender, flags):
-    """Run train.py, unless that was done. Exits with the last line of its output if it fails."""
+def run(contender, flags, values, data):
+    """Run train.py, unless that was done. Exits with the last line of its output if it did not come to its end."""
     folder = Path(flags["out_dir"])
-    if is_done(folder, flags):
+    if is_done(folder, values, data):
         print(f"{folder} is there already")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -119,8 +123,9 @@ def run(contender, flags):
     running = folder.with_name(folder.name + ".running.txt")
     with open(running, "w", encoding="utf-8") as f:
         failed = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT).returncode
-    if failed:
-        sys.exit(f"{' '.join(command[1:])} failed: {running.read_text().strip().splitlines()[-1]}")
+    last = (running.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
+    if failed or last.startswith("stopped at step"):
+        sys.exit(f"{' '.join(command[1:])} did not come to its end: {last}")
     running.rename(printed(folder))
     print(f"{folder}: held-out loss {load_run(folder)[1][-1][HELD_OUT]:.3f}", flush=True)
 
@@ -228,20 +233,30 @@ def race(contenders):
     if bare := [flag for flag in FLAGS if "=" not in flag]:
         sys.exit(f"{bare[0]}: write {bare[0]}=VALUE, for a word of its own is a recipe here")
     try:
+        if shrink and sum(float(part) > 0 for part in shrink.split(",")) != 3:
+            raise ValueError
+    except ValueError:
+        sys.exit(f"shrink={shrink} should be three numbers, like 4,3,64: by what to divide layers, width and batch")
+    try:
         meta = json.loads((Path(data_dir) / "meta.json").read_text())
+        data = meta["sha256"]["train.bin"]
         common = {"data_dir": data_dir, "vocab_size": meta["vocab_size"], "seq_len": meta["seq_len"]}
     except (OSError, ValueError, LookupError):
         sys.exit(f"{data_dir} holds no data: run python prepare.py --data_dir={data_dir} first")
     common |= {"budget_hours": budget_hours, "evals": evals, "eval_rows": eval_rows}
     own = settings(__file__)
     common |= dict(flag[2:].split("=", 1) for flag in FLAGS if flag[2:].split("=")[0] not in own)
-    for seed in range(seeds):
-        for c in contenders:
-            flags = wanted(c, common, seed)
-            run(c, flags)
-            c.runs.append(load_run(flags["out_dir"]))
+    if taken := {"seed", "init"} & common.keys():
+        sys.exit(f"{taken.pop()} is for race.py to set: leave it out (--seeds=3 runs seeds 0, 1 and 2)")
+    planned = [(c, *wanted(c, common, seed)) for seed in range(seeds) for c in contenders]
+    for c, flags, values in planned:
+        run(c, flags, values, data)
+        c.runs.append(load_run(flags["out_dir"]))
 
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped: the same command does the runs that are missing")

@@ -332,7 +332,7 @@ class Run:
         path = self.folder / "ckpt.pt"
         try:
             ckpt = torch.load(path, map_location="cpu", weights_only=True)
-            theirs = ckpt["config"] | {"optimizer": ckpt["optimizer"]}
+            theirs = asdict(ModelConfig(**ckpt["config"])) | {"optimizer": ckpt["optimizer"]}
         except Exception as e:
             sys.exit(f"{path} is damaged or no checkpoint of train.py: {type(e).__name__}")
         ours = asdict(self.model.config) | {"optimizer": optimizer}
@@ -388,7 +388,7 @@ def main():
     run, peak = Run(config, meta, dev, amp_dtype), machine.matmul_rate(dev, amp_dtype)
     parameters = sum(p.numel() for p in run.model.parameters())
     facts = {"parameters": parameters, "flops_per_token": run.flops_per_token, "matmul_flops": peak,
-             "amp_dtype": str(amp_dtype), **machine.describe(dev)}  # fmt: skip
+             "amp_dtype": str(amp_dtype), "data": meta["sha256"]["train.bin"], **machine.describe(dev)}  # fmt: skip
     record.open_out(out_dir, init == "resume")
     if init == "resume":
         run.resume()

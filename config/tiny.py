@@ -25,5 +25,5 @@ schedule = "triangle"
 evals = 6
 eval_rows = 192
 checkpoint_minutes = 1.0
-compile = False  # half a minute of the three, for a fifth more speed
+compile = False  # up to 50 s of the three minutes, for a sixth more speed
 samples = "once upon a [MASK] there was a king.|there were tears in her [MASK].|he opened the [MASK] and went out."

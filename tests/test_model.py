@@ -204,6 +204,7 @@ def test_one_narrow_layer_is_the_full_model():
 
 @pytest.mark.parametrize(("name", "parameters"), [
     ("bert", 111_241_472), ("crammed", 119_589_889), ("bert_minimal_train", 119_589_889),
+    ("narrow", 120_186_368),
     # 12 layers of 7,087,872, table, positions, norm behind them, head and decoder bias
     ("bert_minimal_arch", 12 * 7_087_872 + 25_165_824 + 98_304 + 1_536 + 592_128 + 32_768),
     # 24 of 12,596,224

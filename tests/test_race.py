@@ -53,6 +53,9 @@ def test_the_rule_that_shrinks_recipes():
     assert {k: small("izsak.py")[k] for k in ("n_layer", "n_head", "n_embd", "n_inner")} == {
         "n_layer": 6, "n_head": 5, "n_embd": 320, "n_inner": 1344}  # fmt: skip
     assert (small("narrow.py")["n_layer"], small("narrow.py")["n_narrow"]) == (4, 3)
+    two = race.shrunken({"n_layer": 16, "n_narrow": 12, "n_head": 1, "n_embd": 64, "n_inner": 64, "batch_size": 32,
+                         "batch_start": 32}, 8, 1, 1)  # fmt: skip
+    assert (two["n_layer"], two["n_narrow"]) == (2, 1)
 
 
 def test_slips_are_one_line(tmp_path, data_dir):
@@ -66,6 +69,10 @@ def test_slips_are_one_line(tmp_path, data_dir):
         ([small, "--data_dir=nowhere"], "nowhere holds no data: run python prepare.py --data_dir=nowhere first"),
         ([small, "--n_layers=3"], "race.py has no setting n_layers; did you mean n_layer?"),
         (["--plot=nowhere"], "nowhere holds no finished run of train.py"),
+        ([small, f"{small}+lrr=1", f"--data_dir={data_dir}"], "tiny+lrr=1: train.py has no setting lrr"),
+        ([small, f"--data_dir={data_dir}", "--shrink=4,3"], "shrink=4,3 should be three numbers, like 4,3,64"),
+        ([small, f"--data_dir={data_dir}", "--shrink=4,x,0"], "shrink=4,x,0 should be three numbers"),
+        ([small, f"--data_dir={data_dir}", "--seed=3"], "seed is for race.py to set"),
         ([small, f"--data_dir={data_dir}", "--n_head=3"], "n_embd=128 must be an even multiple of n_head=3"),
     ):
         done = script("race.py", *args, f"--out_dir={tmp_path / 'race'}")
@@ -99,6 +106,8 @@ def test_a_race(tmp_path, data_dir):
     again = script("race.py", *contenders, **options)
     assert again.stdout.count("is there already") == 2 and "| mine |" in again.stdout
     assert not (tmp_path / "race" / "mine-0.1").exists()
+    other = script("race.py", recipe, **(options | {"log_every": 6}))  # another setting is another run
+    assert "is there already" not in other.stdout and (tmp_path / "race" / "mine-0.1").exists()
     folders = ",".join(str(shutil.copytree(tmp_path / "race" / f"{n}-0", tmp_path / n[-1])) for n in names)
     drawn = script("race.py", plot=folders, out_dir=tmp_path / "drawn")
     assert drawn.returncode == 0 and "| e |" in drawn.stdout and "| 3 |" in drawn.stdout, drawn.stdout

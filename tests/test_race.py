@@ -1,14 +1,15 @@
 import csv
 import shutil
+import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL_MODEL, last_line, script
+from conftest import ROOT, SMALL_MODEL, script
 from hypothesis import given
 from hypothesis import strategies as st
 
 import race
-from configurator import assignments, settings
+from configurator import assignments, configure, settings
 
 CURVES = st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.01, 1)), min_size=2, max_size=12)
 
@@ -58,7 +59,8 @@ def test_the_rule_that_shrinks_recipes():
     assert (two["n_layer"], two["n_narrow"]) == (2, 1)
 
 
-def test_slips_are_one_line(tmp_path, data_dir):
+def test_slips_are_one_line(tmp_path, data_dir, monkeypatch):
+    monkeypatch.chdir(ROOT)
     small = "config/tiny.py"
     for args, message in (
         (["config/nowhere.py"], "config/nowhere.py not found: name a recipe"),
@@ -75,9 +77,17 @@ def test_slips_are_one_line(tmp_path, data_dir):
         ([small, f"--data_dir={data_dir}", "--seed=3"], "seed is for race.py to set"),
         ([small, f"--data_dir={data_dir}", "--n_head=3"], "n_embd=128 must be an even multiple of n_head=3"),
     ):
-        done = script("race.py", *args, f"--out_dir={tmp_path / 'race'}")
-        assert done.returncode == 1 and message in last_line(done), done.stdout
-        assert "Traceback" not in done.stdout
+        flags = [*(arg for arg in args if arg.startswith("--")), f"--out_dir={tmp_path / 'race'}"]
+        own = {name: getattr(race, name) for name in settings(race.__file__)}
+        try:
+            monkeypatch.setattr(sys, "argv", ["race.py", *args])
+            monkeypatch.setattr(race, "FLAGS", flags)
+            with pytest.raises(SystemExit) as e:
+                configure(vars(race), flags, also="train.py")
+                race.main()
+        finally:
+            vars(race).update(own)
+        assert message in str(e.value) and "\n" not in str(e.value)
 
 
 def test_a_race(tmp_path, data_dir):
@@ -106,8 +116,9 @@ def test_a_race(tmp_path, data_dir):
     again = script("race.py", *contenders, **options)
     assert again.stdout.count("is there already") == 2 and "| mine |" in again.stdout
     assert not (tmp_path / "race" / "mine-0.1").exists()
-    other = script("race.py", recipe, **(options | {"log_every": 6}))  # another setting is another run
-    assert "is there already" not in other.stdout and (tmp_path / "race" / "mine-0.1").exists()
+    folder, values = tmp_path / "race" / "mine-0", race.load_run(tmp_path / "race" / "mine-0")[0]["settings"]
+    assert race.is_done(folder, values, facts["data"]) and not race.is_done(folder, values, "other data")
+    assert not race.is_done(folder, values | {"log_every": 6}, facts["data"])
     folders = ",".join(str(shutil.copytree(tmp_path / "race" / f"{n}-0", tmp_path / n[-1])) for n in names)
     drawn = script("race.py", plot=folders, out_dir=tmp_path / "drawn")
     assert drawn.returncode == 0 and "| e |" in drawn.stdout and "| 3 |" in drawn.stdout, drawn.stdout

@@ -47,8 +47,8 @@ def pick(device, dtype):
 def keep_freed_memory():
     """Have glibc reuse freed memory at once instead of handing it to the system and asking for it anew.
 
-    On a CPU, page faults were a tenth to a sixth of a step, at 1M parameters as at 120M. The process stays as large
-    as it once was."""
+    On a CPU this gave 6 to 20 % more tokens/s to eager steps, of 1M parameters as of 120M; to compiled ones of 120M
+    nothing. The process stays as large as it once was."""
     with contextlib.suppress(OSError, AttributeError):  # another system, another C library
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks too come from the heap ...

@@ -12,6 +12,7 @@ out_dir gets the runs, race.md (the table), race.csv (every run) and race.png.
 import ast
 import csv
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def time_to(rows, loss):
 
 
 def times_faster(rows, others):
-    """How many times sooner a run reaches the better loss that both reach than another run; below 1 it is slower."""
+    """How many times sooner than another a run is at the lowest loss that both reach; below 1 it is later."""
     goal = max(min(row[HELD_OUT] for row in run if HELD_OUT in row) for run in (rows, others))
     ours, theirs = time_to(rows, goal), time_to(others, goal)
     return theirs / ours if ours else float("inf")
@@ -190,8 +191,7 @@ def draw(contenders, path):
         for i, c in enumerate(contenders):
             for j, (_, rows) in enumerate(c.runs):
                 points = [(row[key], row[HELD_OUT]) for row in rows if HELD_OUT in row and row["tokens"]]
-                name = c.name if j == 0 else None
-                axes.plot(*zip(*points, strict=True), color=f"C{i}", lw=1.2, alpha=0.85, label=name)
+                axes.plot(*zip(*points, strict=True), color=f"C{i}", lw=1.2, alpha=0.85, label=None if j else c.name)
         axes.set(xscale="log", xlabel=label)
         axes.grid(alpha=0.25, which="both")
     figure.axes[0].set_ylabel("held-out loss at 15 % masked (nats)")
@@ -209,6 +209,29 @@ def load_run(folder):
     return facts, rows
 
 
+def race(contenders):
+    """Run all contenders on data_dir, in turns."""
+    require(globals(), {"seeds": (1, 1000), "budget_hours": (1e-6, 1e6), "evals": (1, 10**6), "eval_rows": (1, 10**8)})
+    if not contenders or len({c.name for c in contenders}) < len(contenders):
+        sys.exit("name at least one recipe, each of them once: python race.py config/small.py config/crammed.py")
+    if shrink and not re.fullmatch(r"[1-9][\d.]*(,[1-9][\d.]*){2}", shrink):
+        sys.exit(f"shrink={shrink} should be three numbers, like 4,3,64: by what to divide layers, width and batch")
+    try:
+        meta = json.loads((Path(data_dir) / "meta.json").read_text())
+        data = meta["sha256"]["train.bin"]
+        common = {"data_dir": data_dir, "vocab_size": meta["vocab_size"], "seq_len": meta["seq_len"]}
+    except (OSError, ValueError, LookupError):
+        sys.exit(f"{data_dir} holds no data: run python prepare.py --data_dir={data_dir} first")
+    common |= {"budget_hours": budget_hours, "evals": evals, "eval_rows": eval_rows}
+    common |= {k: v for k, v in (flag[2:].split("=", 1) for flag in FLAGS) if k not in settings(__file__)}
+    if taken := {"seed", "init"} & common.keys():
+        sys.exit(f"{taken.pop()} is for race.py to set: leave it out (--seeds=3 runs seeds 0, 1 and 2)")
+    planned = [(c, *wanted(c, common, seed)) for seed in range(seeds) for c in contenders]
+    for c, flags, values in planned:
+        run(c, flags, values, data)
+        c.runs.append(load_run(flags["out_dir"]))
+
+
 def main():
     if plot:
         contenders = [Contender(Path(folder).name, "", [], [load_run(folder)]) for folder in plot.split(",")]
@@ -223,35 +246,6 @@ def main():
     write_csv(contenders, folder / "race.csv")
     draw(contenders, folder / "race.png")
     print(f"{folder}: race.md (this table), race.csv (every run), race.png")
-
-
-def race(contenders):
-    """Run all contenders on data_dir, in turns."""
-    require(globals(), {"seeds": (1, 1000), "budget_hours": (1e-6, 1e6), "evals": (1, 10**6), "eval_rows": (1, 10**8)})
-    if not contenders or len({c.name for c in contenders}) < len(contenders):
-        sys.exit("name at least one recipe, each of them once: python race.py config/small.py config/crammed.py")
-    if bare := [flag for flag in FLAGS if "=" not in flag]:
-        sys.exit(f"{bare[0]}: write {bare[0]}=VALUE, for a word of its own is a recipe here")
-    try:
-        if shrink and sum(float(part) > 0 for part in shrink.split(",")) != 3:
-            raise ValueError
-    except ValueError:
-        sys.exit(f"shrink={shrink} should be three numbers, like 4,3,64: by what to divide layers, width and batch")
-    try:
-        meta = json.loads((Path(data_dir) / "meta.json").read_text())
-        data = meta["sha256"]["train.bin"]
-        common = {"data_dir": data_dir, "vocab_size": meta["vocab_size"], "seq_len": meta["seq_len"]}
-    except (OSError, ValueError, LookupError):
-        sys.exit(f"{data_dir} holds no data: run python prepare.py --data_dir={data_dir} first")
-    common |= {"budget_hours": budget_hours, "evals": evals, "eval_rows": eval_rows}
-    own = settings(__file__)
-    common |= dict(flag[2:].split("=", 1) for flag in FLAGS if flag[2:].split("=")[0] not in own)
-    if taken := {"seed", "init"} & common.keys():
-        sys.exit(f"{taken.pop()} is for race.py to set: leave it out (--seeds=3 runs seeds 0, 1 and 2)")
-    planned = [(c, *wanted(c, common, seed)) for seed in range(seeds) for c in contenders]
-    for c, flags, values in planned:
-        run(c, flags, values, data)
-        c.runs.append(load_run(flags["out_dir"]))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     python race.py config/crammed.py config/bert.py config/narrow.py --shrink=4,3,64 --data_dir=data/small
     python race.py --plot=out/a,out/b                       # runs that are there already
 
-A contender is a recipe, changed by what follows a +. Each runs as train.py in a process of its own, one after the other
-in turns, seed by seed; settings of train.py on the command line hold for all. What is there already is not run again.
+A contender is a recipe, shrunk if that is asked for, then changed by what follows a +. Each runs as train.py in a
+process of its own, one after the other in turns, seed by seed; settings of train.py on the command line hold for all.
+What is there already is not run again.
 out_dir gets the runs, race.md (the table), race.csv (every run) and race.png.
 """
 
@@ -62,7 +63,10 @@ def contender(text):
 
 
 def shrunken(values, layers, width, batch):
-    """Settings that make a recipe small by one rule: depth, heads (of the same size), MLP and batch each divided."""
+    """Settings that make a recipe small by one rule: depth, heads (of the same size), MLP and batch each divided.
+
+    Adam's learning rate grows as the width falls (arXiv 2203.03466, table 3); beside Muon it is that of the embeddings
+    above all, and stays, as Muon's own does."""
 
     def rows(name):
         return MICRO_BATCH * max(1, round(values[name] / batch / MICRO_BATCH))
@@ -73,6 +77,7 @@ def shrunken(values, layers, width, batch):
         "n_head": heads, "n_embd": heads * values["n_embd"] // values["n_head"],
         "n_inner": 64 * max(1, round(values["n_inner"] / width / 64)),
         "micro_batch": MICRO_BATCH, "batch_size": rows("batch_size"), "batch_start": rows("batch_start"),
+        "lr": values["lr"] * (1 if values["optimizer"] == "muon" else width),
     }  # fmt: skip
 
 
@@ -93,7 +98,7 @@ def wanted(contender, common, seed):
     values |= {name: value for name, (value, _) in recipe.items() if name in values}
     values |= {name: literal(text) for name, text in changes.items()}
     if shrink:
-        changes |= shrunken(values, *(float(part) for part in shrink.split(",")))
+        changes = shrunken(values, *(float(part) for part in shrink.split(","))) | changes
     flags = changes | common | {"seed": seed, "out_dir": f"{out_dir}/{contender.name}-{seed}"}
     return flags, values | {name: literal(text) for name, text in flags.items()}
 

@@ -48,14 +48,14 @@ def test_the_rule_that_shrinks_recipes():
         return race.shrunken({key: value for key, (value, _) in values.items()}, 4, 3, 64)
 
     assert small("crammed.py") == {"n_layer": 4, "n_narrow": 0, "n_head": 4, "n_embd": 256, "n_inner": 512,
-                                   "micro_batch": 32, "batch_size": 128, "batch_start": 32}  # fmt: skip
+                                   "micro_batch": 32, "batch_size": 128, "batch_start": 32, "lr": 0.003}  # fmt: skip
     assert {k: small("bert.py")[k] for k in ("n_layer", "n_embd", "n_inner", "batch_size")} == {
         "n_layer": 3, "n_embd": 256, "n_inner": 1024, "batch_size": 32}  # fmt: skip
     assert {k: small("izsak.py")[k] for k in ("n_layer", "n_head", "n_embd", "n_inner")} == {
         "n_layer": 6, "n_head": 5, "n_embd": 320, "n_inner": 1344}  # fmt: skip
-    assert (small("narrow.py")["n_layer"], small("narrow.py")["n_narrow"]) == (4, 3)
+    assert [small("narrow.py")[k] for k in ("n_layer", "n_narrow", "lr")] == [4, 3, 0.004]  # Muon's rates stay
     two = race.shrunken({"n_layer": 16, "n_narrow": 12, "n_head": 1, "n_embd": 64, "n_inner": 64, "batch_size": 32,
-                         "batch_start": 32}, 8, 1, 1)  # fmt: skip
+                         "batch_start": 32, "lr": 1, "optimizer": "adam"}, 8, 1, 1)  # fmt: skip
     assert (two["n_layer"], two["n_narrow"]) == (2, 1)
 
 

@@ -33,7 +33,7 @@ import machine
 import train
 from data import IGNORE, load_meta
 from folder import folder_config
-from model import MaskedLM, ModelConfig
+from model import MaskedLM, ModelConfig, make_loss
 
 REFERENCE = "config/crammed.py"  # which of our own recipes is in every comparison
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # what is not as in BERT-base: no dropout
@@ -65,18 +65,9 @@ def step(run, n_micro=1):
 
 
 def kept_bytes(run, rows):
-    """Bytes that the forward pass of so many rows keeps for the backward pass; each storage once, no parameters."""
-    own, kept = {p.untyped_storage().data_ptr() for p in run.model.parameters()}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes() * (storage.data_ptr() not in own)
-        return tensor.detach()  # the tensor itself would keep the graph that keeps it
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run.loss(*(x[:rows].clone() for x in run.micro_batch_at(0, train.mask_count(0))))
-    del loss  # not before: until here no storage can have been freed, and its address used again
-    return sum(kept.values())
+    """Bytes that the forward pass of so many rows keeps for the backward pass."""
+    batch = [x[:rows].clone() for x in run.micro_batch_at(0, train.mask_count(0))]
+    return machine.kept_bytes(lambda: run.loss(*batch), run.model.parameters())
 
 
 def state_bytes(run):
@@ -194,7 +185,7 @@ def systems(dev, amp_dtype):
 
     def ours(name, config):
         model = MaskedLM(config).to(dev)
-        loss = train.make_loss(model, dev, amp_dtype)
+        loss = make_loss(model, dev, amp_dtype)
         return System(name, model, lambda ids, positions, labels, every: loss(ids, positions, labels) / labels.numel())
 
     def theirs(name, model):

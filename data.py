@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tokenizer import MASK, Tokenizer
+from tokenizer import CLS, MASK, SEP, Tokenizer
 
 IGNORE = -100  # the label of a position that does not count, as in torch and transformers
 
@@ -124,6 +124,17 @@ def held_out(rows, batch):
         labels[N:] = IGNORE
         sets[rate] = list(zip(ids[fill].split(batch), positions[fill].split(batch), labels.split(batch), strict=True))
     return sets
+
+
+@torch.no_grad()
+def fill_masks(model, tokenizer, sentence, device="cpu"):
+    """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence, by a MaskedLM on device."""
+    before, after = (tokenizer.encode(part).tolist() for part in sentence.split("[MASK]", 1))
+    ids, was = torch.tensor([[CLS, *before, MASK, *after, SEP]], device=device), model.training
+    logits = model.eval()(ids, torch.tensor([[len(before) + 1]], device=device))
+    model.train(was)
+    top = logits[0, 0].float().softmax(-1).topk(3)
+    return [(tokenizer.decode([i]).strip(), p) for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
 
 
 class Ragged:

@@ -72,11 +72,16 @@ def save(model, folder):
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = to_folder_keys(model.state_dict(), model.config)
+    state = to_folder_keys({k: plain(v) for k, v in model.state_dict().items()}, model.config)
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
     weights = safetensors.torch.save(weights, metadata={"format": "pt"})
     write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
     write_beside(folder / "model.safetensors", lambda p: p.write_bytes(weights))
+
+
+def plain(tensor):
+    """The tensor behind a DTensor of one process, sharing its memory (train.py --offload=True); others as they are."""
+    return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor
 
 
 def write_beside(path, write):

@@ -97,6 +97,21 @@ def peak_bytes(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def kept_bytes(forward, parameters):
+    """Bytes that forward() keeps for the backward pass; each storage once, the parameters not at all."""
+    own, kept = {p.untyped_storage().data_ptr() for p in parameters}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes() * (storage.data_ptr() not in own)
+        return tensor.detach()  # the tensor itself would keep the graph that keeps it
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    del result  # not before: until here no storage can have been freed, and its address used again
+    return sum(kept.values())
+
+
 @contextlib.contextmanager
 def power_meter(device):
     """A list that fills with the card's power in watts, two readings a second, while the block runs."""

@@ -74,7 +74,7 @@ class Embeddings(nn.Module):
         if config.position == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
         elif config.position == "sinusoidal":  # the paper's: a fixed table times one learnt scale (section 4.2)
-            self.position_scale = nn.Parameter(torch.tensor(config.n_embd**-0.5))
+            self.position_scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
             table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)  # sin on even, cos on odd channels
             self.register_buffer("position_table", table, persistent=False)
@@ -169,13 +169,13 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, source, rope, mask, positions=None):
-        """Rows x (B, K, C) after a look at source (B, T, C), which is x itself where all rows are computed."""
+    def forward(self, x, rope, mask, source=None, positions=None):
+        """Rows x (B, K, C), at positions (B, K), after a look at source (B, T, C), or at one another without it."""
         if self.post_norm:
-            x = self.attn_norm(x + self.drop(self.attn(x, source, rope, mask, positions)))
+            x = self.attn_norm(x + self.drop(self.attn(x, x if source is None else source, rope, mask, positions)))
             return self.mlp_norm(x + self.drop(self.mlp(x)))
         rows = self.attn_norm(x)
-        source = rows if source is x else self.attn_norm(source)
+        source = rows if source is None else self.attn_norm(source)
         x = x + self.drop(self.attn(rows, source, rope, mask, positions))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
@@ -202,10 +202,10 @@ class Encoder(nn.Module):
         x = self.embeddings(ids, token_types)
         rope = (self.rope_cos, self.rope_sin) if self.rope else None
         for layer in self.layers[: self.n_full]:
-            x = layer(x, x, rope, mask)
+            x = layer(x, rope, mask)
         source, x = x, rows_at(x, positions)
         for layer in self.layers[self.n_full :]:
-            x = layer(x, source, rope, mask, positions)
+            x = layer(x, rope, mask, source, positions)
         return self.final_norm(x)
 
 
@@ -248,6 +248,17 @@ class MaskedLM(nn.Module):
         W, W_few = (sum(p.numel() for m in ms for p in m.parameters() if p.ndim == 2) for ms in (every, few))
         attention = 12 * (n_full + share * (len(layers) - n_full)) * seq_len * self.config.n_embd
         return 6 * (W + share * W_few) + attention
+
+
+def make_loss(model, device, amp_dtype):
+    """loss(ids, positions, labels): cross-entropy in nats, summed over all labels but -100, a 0-d tensor."""
+
+    def loss(ids, positions, labels):
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32):
+            logits = model(ids, positions)  # (B, K, V): they exist for the chosen positions only
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+    return loss
 
 
 class Classifier(nn.Module):

@@ -7,10 +7,13 @@
 import csv
 import json
 import os
+import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import glue
 from folder import write_beside
@@ -19,13 +22,20 @@ COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_l
            "lr", "batch_size", "mask_rate", "grad_norm", "skipped")  # fmt: skip
 
 
-def open_out(folder, resume):
-    """Make the folder of a run ready: an earlier run in it is moved aside, and a folder of anything else refused."""
+def begin(folder, data_dir, settings, facts, resumed_at=None):
+    """Make the folder of a run ready: run.json, the tokenizer, and log.csv up to the step that it is resumed at."""
+    if resumed_at is None:
+        open_out(folder)
+    else:
+        drop_rows_after(folder, resumed_at)
+    write_run(folder, settings, facts)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        write_beside(Path(folder) / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
+
+
+def open_out(folder):
+    """Make a folder for a new run: an earlier run in it is moved aside, and a folder of anything else refused."""
     folder = Path(folder)
-    if resume:
-        if not (folder / "ckpt.pt").exists():
-            sys.exit(f"{folder}/ckpt.pt not found: name the --out_dir of a run to resume, or leave out --init=resume")
-        return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / "run.json").exists():
             sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
@@ -72,6 +82,24 @@ def read_log(folder):
     lines = text[: text.rfind("\n") + 1].splitlines()
     whole = ("step", "tokens", "batch_size", "skipped")
     return [{k: int(v) if k in whole else float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+
+
+def read_checkpoint(folder, config, optimizer, data):
+    """ckpt.pt of a run; exits with one line if it is damaged, or not of this ModelConfig, optimiser or train.bin."""
+    path = Path(folder) / "ckpt.pt"
+    if not path.exists():
+        sys.exit(f"{path} not found: name the --out_dir of a run to resume, or leave out --init=resume")
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        theirs = asdict(type(config)(**ckpt["config"])) | {"optimizer": ckpt["optimizer"]}
+    except Exception as e:  # there are many ways to be broken
+        sys.exit(f"{path} is damaged or no checkpoint of train.py: {type(e).__name__}")
+    ours = asdict(config) | {"optimizer": optimizer}
+    if wrong := [f"--{k}={theirs.get(k)}" for k in ours if ours[k] != theirs.get(k)]:
+        sys.exit(f"{path} is of another model: to resume it, type {' '.join(wrong)}")
+    if ckpt["data"] != data:
+        sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
+    return ckpt
 
 
 def drop_rows_after(folder, step):

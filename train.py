@@ -3,6 +3,7 @@
     python train.py --budget_hours=24                         # the whole job on one GPU
     python train.py config/tiny.py                            # three minutes on a CPU
     python train.py --budget_hours=24 --init=resume           # go on after a crash, or with a larger budget
+    torchrun --nproc_per_node=8 train.py --budget_hours=24    # the same run on eight GPUs, further
 
 The clock starts just before the first step. Compiling, evaluating and saving count; preparing the data does not.
 out_dir gets log.csv, run.json, loss.png, ckpt.pt and a model folder that loads in transformers, all kept current.
@@ -10,7 +11,6 @@ out_dir gets log.csv, run.json, loss.png, ckpt.pt and a model folder that loads 
 
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -75,7 +75,8 @@ zero_init = True                # the blocks' output matrices start at zero
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of the matrix products; weights stay float32
-compile = True                  # torch.compile; off where it cannot
+compile = True                  # torch.compile; off where it cannot, and with offload
+offload = False                 # keep weights, gradients and optimiser state in host memory (host.py)
 # the record
 evals = 20                      # evaluations over the run, evenly spread, besides the last
 eval_rows = 4096                # held-out rows in each
@@ -84,19 +85,21 @@ checkpoint_minutes = 10.0       # between checkpoints
 samples = "the capital of france is [MASK].|she opened the [MASK] and read the letter.|water [MASK] at 100 degrees."
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
+    if os.environ.get("RANK", "0") != "0":  # of the processes that torchrun starts, the first speaks for all
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     configure(globals())
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+import host
 import machine
+import parallel
 import record
-from data import IGNORE, Rows, draw_masks, held_out, load_meta, load_tokenizer
-from folder import not_native, save, write_beside
-from model import MaskedLM, ModelConfig
+from data import IGNORE, Rows, draw_masks, fill_masks, held_out, load_meta, load_tokenizer
+from folder import not_native, plain, save, write_beside
+from model import MaskedLM, ModelConfig, make_loss
 from muon import Muon
-from tokenizer import CLS, MASK, SEP
 
 MAX_SKIPPED = 50  # unusable steps in a row that end the run; float16 needs some to find its loss scale
 
@@ -127,9 +130,8 @@ def mask_count(progress):
     return max(1, round(seq_len * (mask_rate + (mask_rate_end - mask_rate) * progress)))
 
 
-def build_optimizers(model, device):
-    """[optimizer, …]; each of their groups remembers its peak learning rate as "peak_lr"."""
-    named = dict(model.named_parameters())
+def build_optimizers(named):
+    """[optimizer, …] of {name: parameter}; each of their groups remembers its peak learning rate as "peak_lr"."""
     matrices = {k for k, p in named.items() if optimizer == "muon" and ".layers." in k and p.ndim == 2}
     exempt = {k for k in named if "norm" in k or "bias" in k}
     groups = [
@@ -137,7 +139,7 @@ def build_optimizers(model, device):
         for e, w in ((False, weight_decay), (True, 0.0))
     ]
     adam = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
-    fused = device.type in ("cuda", "cpu")
+    fused = all(p.device.type in ("cuda", "cpu") for p in named.values())
     result = [adam([g for g in groups if g["params"]], lr=lr, betas=(beta1, beta2), eps=adam_eps, fused=fused)]
     if matrices:
         result.append(Muon([named[k] for k in named if k in matrices], muon_lr, muon_weight_decay))
@@ -146,38 +148,17 @@ def build_optimizers(model, device):
     return result
 
 
-def make_loss(model, device, amp_dtype):
-    """loss(ids, positions, labels): cross-entropy in nats, summed over all labels but IGNORE, a 0-d tensor."""
-
-    def loss(ids, positions, labels):
-        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32):
-            logits = model(ids, positions)  # (B, K, V): they exist for the chosen positions only
-        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-    return loss
-
-
-@torch.no_grad()
-def fill_masks(model, tokenizer, sentence):
-    """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence."""
-    before, after = (tokenizer.encode(part).tolist() for part in sentence.split("[MASK]", 1))
-    ids = [CLS, *before, MASK, *after, SEP]
-    where = next(model.parameters()).device
-    logits = model.eval()(torch.tensor([ids], device=where), torch.tensor([[len(before) + 1]], device=where))
-    model.train()
-    top = logits[0, 0].float().softmax(-1).topk(3)
-    return [(tokenizer.decode([i]).strip(), p) for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
-
-
 class Run:
     """A model in training: what a checkpoint holds, and the clock."""
 
     def __init__(self, config, meta, dev, amp_dtype):
         torch.manual_seed(seed)
         self.meta, self.device, self.folder = meta, dev, Path(out_dir)
-        self.amp_dtype, self.model = amp_dtype, MaskedLM(config).to(dev)
-        self.optimizers = build_optimizers(self.model, dev)
+        self.amp_dtype, self.model = amp_dtype, MaskedLM(config)
+        self.weights = host.offload(self.model, dev) if offload else dict(self.model.to(dev).named_parameters())
+        self.optimizers = build_optimizers(self.weights)
         self.scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
+        self.scaler.scale(torch.zeros((), device=dev))  # ready, even on a rank whose first step has no micro-batch
         self.loss = make_loss(self.model, dev, amp_dtype)
         self.rows = Rows(Path(data_dir) / "train.bin", meta["counts"]["rows"], seq_len, vocab_size)
         self.ahead = (-1, None)  # rows on their way to the device: (number of the first, tensor)
@@ -203,7 +184,11 @@ class Run:
             reason = (str(e).strip() or repr(e)).splitlines()[0]
             print(f"torch.compile does not work here, going on without it: {reason:.150}")
             self.loss = eager
-        self.model.zero_grad(set_to_none=True)
+        self.drop_gradients()
+
+    def drop_gradients(self):
+        for p in (*self.model.parameters(), *self.weights.values()):
+            p.grad = None
 
     def elapsed(self):
         return self.before + time.monotonic() - self.start
@@ -230,22 +215,24 @@ class Run:
 
     def train_step(self, progress):
         """One optimiser step; False if the clock or a signal cut it short, which changes nothing."""
-        start, state = time.monotonic(), self.state
-        n_micro, n_mask = batch_rows(progress) // micro_batch, mask_count(progress)
+        start, state, cut = time.monotonic(), self.state, False
+        rows, n_mask = batch_rows(progress), mask_count(progress)
         total = torch.zeros((), device=self.device)
-        for i in range(n_micro):
-            row = state["row"] + i * micro_batch
-            if self.stop or (i and self.progress() >= 1):
-                self.model.zero_grad(set_to_none=True)
-                return False
-            loss = self.loss(*self.micro_batch_at(row, n_mask)) / (n_micro * micro_batch * n_mask)
+        for row in range(state["row"], state["row"] + rows, micro_batch)[parallel.RANK :: parallel.WORLD]:
+            cut = self.stop or self.progress() >= 1
+            if cut:
+                break
+            loss = self.loss(*self.micro_batch_at(row, n_mask)) / (rows * n_mask)
             self.scaler.scale(loss).backward()
             total += loss.detach()
-            self.fetch(row + micro_batch)
+            self.fetch(row + parallel.WORLD * micro_batch)
+        if parallel.agree(0.0, cut)[1]:
+            self.drop_gradients()
+            return False
         loss, norm = self.update(progress, total)
-        state["row"] += n_micro * micro_batch
+        state["row"] += rows
         state["last"] = {"lr": lr * lr_scale(progress), "loss": loss, "grad_norm": norm,
-                         "batch_size": n_micro * micro_batch, "mask_rate": n_mask / seq_len}  # fmt: skip
+                         "batch_size": rows, "mask_rate": n_mask / seq_len}  # fmt: skip
         self.step_seconds = time.monotonic() - start
         self.seconds["training"] += self.step_seconds
         if state["skipped_in_row"] >= MAX_SKIPPED:
@@ -254,20 +241,25 @@ class Run:
         return True
 
     def update(self, progress, total):
-        """Clip the gradients and apply them, or count them as skipped; (loss, their norm) as floats."""
+        """Sum gradients over the ranks, clip and apply them, or count them as skipped; (loss, their norm) as floats."""
+        for weight, p in zip(self.weights.values(), self.model.parameters(), strict=True):
+            if p.grad is None:  # on a rank that had no micro-batch
+                p.grad = torch.zeros_like(p)
+            weight.grad = plain(p.grad)  # the two are one, unless offloaded
+        parallel.add_up([total, *(weight.grad for weight in self.weights.values())])
         for o in self.optimizers:
             self.scaler.unscale_(o)
             for group in o.param_groups:
                 group["lr"] = group["peak_lr"] * lr_scale(progress)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), grad_clip or math.inf)
-        loss, norm = torch.stack((total, norm)).tolist()  # the one synchronisation of a step
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), grad_clip or math.inf)
+        loss, norm = torch.stack((total, norm.to(total.device))).tolist()  # the one synchronisation of a step
         state, usable = self.state, math.isfinite(loss) and math.isfinite(norm)
         if usable:
             for o in self.optimizers:
                 o.step()  # not scaler.step(): it asks the device for what is known by now
             state["loss_sum"] += loss
         self.scaler.update()
-        self.model.zero_grad(set_to_none=True)
+        self.drop_gradients()
         state["step"] += 1
         state["loss_steps"] += usable
         state["skipped"] += not usable
@@ -311,8 +303,9 @@ class Run:
         """Write ckpt.pt, the model folder and loss.png, each beside its goal and renamed; a full disk stops nothing."""
         start = time.monotonic()
         checkpoint = {
-            "model": self.model.state_dict(), "optimizers": [o.state_dict()["state"] for o in self.optimizers],
-            "scaler": self.scaler.state_dict(), "state": self.state, "elapsed": self.elapsed(),
+            "model": {k: plain(v) for k, v in self.model.state_dict().items()},
+            "optimizers": [o.state_dict()["state"] for o in self.optimizers], "scaler": self.scaler.state_dict(),
+            "state": self.state, "elapsed": self.elapsed(),
             "config": asdict(self.model.config), "optimizer": optimizer, "data": self.meta["sha256"]["train.bin"],
         }  # fmt: skip
         try:
@@ -329,25 +322,14 @@ class Run:
 
     def resume(self):
         """Take everything but the settings from ckpt.pt; exits if it belongs to another model or data set."""
-        path = self.folder / "ckpt.pt"
-        try:
-            ckpt = torch.load(path, map_location="cpu", weights_only=True)
-            theirs = asdict(ModelConfig(**ckpt["config"])) | {"optimizer": ckpt["optimizer"]}
-        except Exception as e:
-            sys.exit(f"{path} is damaged or no checkpoint of train.py: {type(e).__name__}")
-        ours = asdict(self.model.config) | {"optimizer": optimizer}
-        wrong = [f"--{k}={theirs.get(k)}" for k in ours if ours[k] != theirs.get(k)]
-        if wrong:
-            sys.exit(f"{path} is of another model: to resume it, type {' '.join(wrong)}")
-        if ckpt["data"] != self.meta["sha256"]["train.bin"]:
-            sys.exit(f"{data_dir} is not the data that {path} was trained on: name its --data_dir")
-        self.model.load_state_dict(ckpt["model"])
+        ckpt = record.read_checkpoint(self.folder, self.model.config, optimizer, self.meta["sha256"]["train.bin"])
+        for name, tensor in self.model.state_dict().items():
+            plain(tensor).copy_(ckpt["model"][name])
         for o, saved in zip(self.optimizers, ckpt["optimizers"], strict=True):
             o.load_state_dict({"state": saved, "param_groups": o.state_dict()["param_groups"]})
         if ckpt["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(ckpt["scaler"])
         self.state, self.before, self.start = ckpt["state"], ckpt["elapsed"], time.monotonic()
-        record.drop_rows_after(self.folder, self.state["step"])
         print(f"resumed at step {self.state['step']:,}, {self.before / 3600:.2f} hours into the run")
 
 
@@ -372,6 +354,8 @@ def check_settings():
             sys.exit(f"{name}={rows} is no multiple of micro_batch={micro_batch}: type for example --{name}={near}")
     if samples and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK], and a | stands between two sentences")
+    if offload and parallel.WORLD > 1:
+        sys.exit("offload is for one GPU: leave out torchrun, or --offload")
     try:
         return ModelConfig(**{f.name: globals()[f.name] for f in fields(ModelConfig)})
     except ValueError as e:
@@ -380,27 +364,30 @@ def check_settings():
 
 def main():
     config = check_settings()
+    parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     tokenizer = load_tokenizer(data_dir, meta)
     torch.set_float32_matmul_precision("high")
     val = Rows(Path(data_dir) / "val.bin", meta["counts"]["val_rows"], seq_len, vocab_size)
     run, peak = Run(config, meta, dev, amp_dtype), machine.matmul_rate(dev, amp_dtype)
-    parameters = sum(p.numel() for p in run.model.parameters())
-    facts = {"parameters": parameters, "flops_per_token": run.flops_per_token, "matmul_flops": peak,
-             "amp_dtype": str(amp_dtype), "data": meta["sha256"]["train.bin"], **machine.describe(dev)}  # fmt: skip
-    record.open_out(out_dir, init == "resume")
     if init == "resume":
         run.resume()
         if run.progress() >= 1:
             sys.exit("this run has used up its budget: type a larger --budget_hours (or --max_steps) to go on")
-    record.write_run(out_dir, {k: globals()[k] for k in settings(__file__)}, facts)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        write_beside(run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
-    print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} multiplies "
-          f"matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
-    if why := not_native(config):
-        print(f"with {why} this is no ModernBERT: folder.load() reads the model folder, transformers does not")
+    if parallel.RANK == 0:
+        parameters = sum(w.numel() for w in run.weights.values())
+        facts = {"parameters": parameters, "flops_per_token": run.flops_per_token, "matmul_flops": peak,
+                 "amp_dtype": str(amp_dtype), "data": meta["sha256"]["train.bin"], "processes": parallel.WORLD,
+                 **machine.describe(dev)}  # fmt: skip
+        everything = {name: globals()[name] for name in settings(__file__)}
+        record.begin(run.folder, data_dir, everything, facts, run.state["step"] if init == "resume" else None)
+        print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} "
+              f"multiplies matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
+        if why := not_native(config):
+            print(f"with {why} this is no ModernBERT: folder.load() reads the model folder, transformers does not")
+    if offload:
+        print(host.plan(run, batch_rows(1.0), micro_batch, seq_len, peak))
 
     def ask_to_stop(number, frame):
         run.stop = True
@@ -409,7 +396,8 @@ def main():
 
     signal.signal(signal.SIGINT, ask_to_stop)
     signal.signal(signal.SIGTERM, ask_to_stop)
-    train(run, held_out(val.read(0, min(val.count, eval_rows)), micro_batch), tokenizer, peak)
+    train(run, held_out(val.read(0, min(val.count, eval_rows)), micro_batch), tokenizer, peak * parallel.WORLD)
+    parallel.leave()
 
 
 def train(run, sets, tokenizer, peak):
@@ -417,30 +405,20 @@ def train(run, sets, tokenizer, peak):
     from tqdm import tqdm
 
     run.start = run.saved_at = time.monotonic()
-    if compile:
+    if compile and not offload:  # fully_shard's hooks would break the graph at every block
         run.compile(sets[15][0])
         run.seconds["compiling"] = time.monotonic() - run.start
     state, first_row, planned = run.state, run.state["row"], False
-    sentences = samples.split("|") if samples else []
     state["evals_done"] = min(state["evals_done"], int(run.progress() * evals))  # a larger budget takes progress back
-    bar = tqdm(total=1.0, disable=None, bar_format="{percentage:3.0f}%|{bar}|{postfix}")
-    while not run.stop and (progress := run.progress()) < 1:
-        left = math.inf if max_steps else (1 - progress) * budget_hours * 3600  # neither may eat into the reserve
-        if int(progress * evals) > state["evals_done"] and state["eval_seconds"] < left:
-            state["evals_done"] = int(progress * evals)
-            val = run.evaluate(sets)
-            losses = f"{val['val_loss_15']:.3f} (15 %) {val['val_loss_25']:.3f} (25 %)"
-            bar.write(f"{run.elapsed() / 60:7.1f} min  step {state['step']:6,}  held-out loss {losses}")
-            for sentence in sentences[state["evals_done"] % max(1, len(sentences)) :][:1]:
-                words = " | ".join(word for word, _ in fill_masks(run.model, tokenizer, sentence))
-                bar.write(f"{'':13}{sentence}  {words}")
-        elif state["step"] % log_every == 0 and state["step"] > state["logged"]:
-            run.log()
-        due = checkpoint_minutes and time.monotonic() - run.saved_at > checkpoint_minutes * 60
-        if not run.save_seconds or (due and 2 * run.save_seconds < left):
-            run.save()  # the first at once: a folder that cannot be written shows now, and the reserve is known
-        progress = run.progress()
-        if progress >= 1 or not run.train_step(progress):
+    bar = tqdm(total=1.0, disable=parallel.RANK > 0 or None, bar_format="{percentage:3.0f}%|{bar}|{postfix}")
+    while True:
+        if parallel.RANK == 0 and not run.stop and run.progress() < 1:
+            keep_record(run, sets, tokenizer, bar)
+        progress, stop = parallel.agree(run.progress(), run.stop)
+        if stop or progress >= 1:
+            run.stop = stop
+            break
+        if not run.train_step(progress):
             continue  # the clock or a signal came between
         speed = (state["row"] - first_row) * seq_len / run.seconds["training"]
         mfu, bar.n, left = speed * run.flops_per_token / peak, progress, run.elapsed() * (1 / max(progress, 1e-9) - 1)
@@ -450,11 +428,33 @@ def train(run, sets, tokenizer, peak):
             bar.write(plan(run, speed, progress))
             planned = True
     bar.close()
+    if parallel.RANK > 0:
+        return
     if run.stop and run.progress() < 1:
         run.save(required=True)
         print(f"stopped at step {state['step']:,}, after {run.elapsed() / 60:.1f} minutes: --init=resume goes on")
     else:
-        report(run, run.evaluate(sets), sentences, tokenizer, peak, first_row)
+        report(run, run.evaluate(sets), tokenizer, peak, first_row)
+
+
+def keep_record(run, sets, tokenizer, bar):
+    """Evaluate, log and save, each if it is due."""
+    state, progress = run.state, run.progress()
+    left = math.inf if max_steps else (1 - progress) * budget_hours * 3600  # neither may eat into the reserve
+    if int(progress * evals) > state["evals_done"] and state["eval_seconds"] < left:
+        state["evals_done"] = int(progress * evals)
+        val = run.evaluate(sets)
+        losses = f"{val['val_loss_15']:.3f} (15 %) {val['val_loss_25']:.3f} (25 %)"
+        bar.write(f"{run.elapsed() / 60:7.1f} min  step {state['step']:6,}  held-out loss {losses}")
+        sentences = samples.split("|") if samples else []
+        for sentence in sentences[state["evals_done"] % max(1, len(sentences)) :][:1]:
+            words = " | ".join(word for word, _ in fill_masks(run.model, tokenizer, sentence, run.device))
+            bar.write(f"{'':13}{sentence}  {words}")
+    elif state["step"] % log_every == 0 and state["step"] > state["logged"]:
+        run.log()
+    due = checkpoint_minutes and time.monotonic() - run.saved_at > checkpoint_minutes * 60
+    if not run.save_seconds or (due and 2 * run.save_seconds < left):
+        run.save()  # the first at once: a folder that cannot be written shows now, and the reserve is known
 
 
 def plan(run, speed, progress):
@@ -465,7 +465,7 @@ def plan(run, speed, progress):
     return f"{speed:,.0f} tokens/s: the rest holds {steps:,.0f} steps, {tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs"
 
 
-def report(run, val, sentences, tokenizer, peak, first_row):
+def report(run, val, tokenizer, peak, first_row):
     """Say what came out, save everything, then say where the time went and what the model has learnt."""
     state, seconds = run.state, run.seconds
     print(f"held-out loss {val['val_loss_15']:.4f} at 15 % masked, {val['val_loss_25']:.4f} at 25 %; "
@@ -478,8 +478,8 @@ def report(run, val, sentences, tokenizer, peak, first_row):
           f"{state['row'] / run.rows.count:.2f} epochs; {speed:,.0f} tokens/s, "
           f"MFU {speed * run.flops_per_token / peak:.0%}")  # fmt: skip
     print(f"{run.elapsed():.0f} s: " + ", ".join(f"{name} {s:.0f}" for name, s in seconds.items() if s))
-    for sentence in sentences:
-        top = ", ".join(f"{word} {p:.0%}" for word, p in fill_masks(run.model, tokenizer, sentence))
+    for sentence in samples.split("|") if samples else []:
+        top = ", ".join(f"{word} {p:.0%}" for word, p in fill_masks(run.model, tokenizer, sentence, run.device))
         print(f"  {sentence}  {top}")
     picture = "loss.png" if (run.folder / "loss.png").exists() else "no loss.png (pip install matplotlib draws one)"
     print(f"{run.folder}: model.safetensors and config.json (the model), log.csv, run.json, ckpt.pt, {picture}")

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import bench
 import machine
 from folder import to_folder_keys
-from model import MaskedLM, ModelConfig
+from model import MaskedLM, ModelConfig, make_loss
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_logits_of_other_positions_do_not_exist(train):
     per_row = {}
     for size in (600, 1200):
         model = MaskedLM(ModelConfig(vocab_size=size, n_layer=1, n_head=2, n_embd=32, n_inner=48))
-        loss = train.make_loss(model, torch.device("cpu"), torch.float32)
+        loss = make_loss(model, torch.device("cpu"), torch.float32)
         batch = torch.zeros(8, 128, dtype=torch.long), torch.ones(8, 20, dtype=torch.long)
         run = SimpleNamespace(model=model, loss=loss, micro_batch_at=lambda *a, batch=batch: (*batch, batch[1]))
         per_row[size] = (bench.kept_bytes(run, 8) - bench.kept_bytes(run, 4)) / 4

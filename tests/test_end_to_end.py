@@ -16,10 +16,10 @@ import transformers
 from conftest import ROOT, SMALL_MODEL, last_line, script
 from safetensors.torch import load_file
 
+from data import fill_masks
 from folder import load
 from record import COLUMNS, read_log
 from tokenizer import Tokenizer
-from train import fill_masks
 
 
 def run_train(out, data, **settings):

@@ -176,7 +176,7 @@ def test_narrow_layers_against_torchs_own_attention(switches):
     with torch.no_grad():
         layers = model.layers
         first = model.embeddings(ids)
-        first = layers[0](first, first, None, mask.bool()[:, None, None, :])
+        first = layers[0](first, None, mask.bool()[:, None, None, :])
         x = first.gather(1, positions[..., None].expand(-1, -1, 32))
         for layer in layers[1:]:
             attention = torch.nn.MultiheadAttention(32, 2, bias=False, batch_first=True)
@@ -224,7 +224,7 @@ def test_zero_init_makes_every_block_the_identity():
     model = MaskedLM(ModelConfig(**SMALL)).eval()
     ids, _ = batch()
     x = model.model.embeddings(ids)
-    assert torch.equal(model.model.layers[1](x, x, (model.model.rope_cos, model.model.rope_sin), None), x)
+    assert torch.equal(model.model.layers[1](x, (model.model.rope_cos, model.model.rope_sin), None), x)
 
 
 def configs():

@@ -94,7 +94,7 @@ def small():
 def test_muon_gets_the_blocks_matrices_and_nothing_else_decays_but_tables(setting):
     setting(optimizer="muon", weight_decay=0.1, muon_weight_decay=0.2)
     model = small()
-    adam, muon = module.build_optimizers(model, torch.device("cpu"))
+    adam, muon = module.build_optimizers(dict(model.named_parameters()))
     names = {id(p): name for name, p in model.named_parameters()}
     matrices = {names[id(p)] for g in muon.param_groups for p in g["params"]}
     assert matrices == {f"model.layers.{i}.{m}.weight" for i in (0, 1) for m in
@@ -108,7 +108,7 @@ def test_muon_gets_the_blocks_matrices_and_nothing_else_decays_but_tables(settin
 def test_adam_and_adamw_hold_everything(setting, name, kind):
     setting(optimizer=name, weight_decay=0.1)
     model = small()
-    (only,) = module.build_optimizers(model, torch.device("cpu"))
+    (only,) = module.build_optimizers(dict(model.named_parameters()))
     assert type(only) is kind
     assert {id(p) for g in only.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
 
@@ -334,7 +334,7 @@ def test_berts_shares_add_up(train, monkeypatch):
 
 def test_a_failing_save_is_a_warning_and_the_last_one_an_error(train, monkeypatch, capsys):
     run = new_run(train)
-    record.open_out(run.folder, False)
+    record.open_out(run.folder)
     run.log()
     run.save()
     before = {p.name: p.read_bytes() for p in run.folder.iterdir()}
@@ -356,7 +356,7 @@ def test_a_failing_save_is_a_warning_and_the_last_one_an_error(train, monkeypatc
 
 def test_saving_before_the_first_row_of_the_log(train):
     run = new_run(train)
-    record.open_out(run.folder, False)
+    record.open_out(run.folder)
     run.save(required=True)
     assert (run.folder / "ckpt.pt").exists() and not (run.folder / "loss.png").exists()
 
@@ -369,7 +369,7 @@ def test_a_run_needs_no_git(monkeypatch):
 
 def test_resume_in_another_precision(train, monkeypatch):
     run = new_run(train)
-    record.open_out(run.folder, False)
+    record.open_out(run.folder)
     run.save(required=True)
     again = new_run(train, torch.float16)
     again.resume()

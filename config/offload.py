@@ -1,0 +1,20 @@
+"""A model larger than the card: 2.2B parameters, whose weights, gradients and AdamW states take 35 GB, in host memory.
+
+One block of 66M parameters at a time is on the device (host.py). Large batches of many rows make each copy worth while.
+A day of one card is far too short to train so many: this is for the machine whose memory, not time, is the limit.
+"""
+
+out_dir = "out/offload"
+offload = True
+n_layer = 32
+n_head = 40
+n_embd = 2560
+n_inner = 5120
+# AdamW: Muon's products would be the host's to compute
+optimizer = "adamw"
+lr = 2e-4
+beta2 = 0.98
+weight_decay = 0.01
+micro_batch = 256
+batch_size = 4096
+batch_start = 1024

@@ -29,6 +29,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a typ
 import numpy as np
 import torch
 
+import host
 import machine
 import train
 from data import IGNORE, load_meta
@@ -67,12 +68,12 @@ def step(run, n_micro=1):
 def kept_bytes(run, rows):
     """Bytes that the forward pass of so many rows keeps for the backward pass."""
     batch = [x[:rows].clone() for x in run.micro_batch_at(0, train.mask_count(0))]
-    return machine.kept_bytes(lambda: run.loss(*batch), run.model.parameters())
+    return machine.kept_bytes(lambda: run.loss(*batch), run.weights.values())
 
 
 def state_bytes(run):
     """Bytes a parameter takes: its weight, its gradient, and what the optimiser remembers of it."""
-    parameters = list(run.model.parameters())
+    parameters = run.weights.values()
     states = (t for o in run.optimizers for state in o.state.values() for t in state.values())
     remembered = sum(t.nbytes for t in states if torch.is_tensor(t))
     return (2 * sum(p.nbytes for p in parameters) + remembered) / sum(p.numel() for p in parameters)
@@ -81,7 +82,7 @@ def state_bytes(run):
 def speed(run):
     """Print the time of the first step, tokens/s and MFU; (seconds of a step, its micro-batches)."""
     dev, most, compiling = run.device, train.batch_size // train.micro_batch, 0.0
-    if train.compile:
+    if train.compile and not train.offload:
         compiling, _ = machine.timed(dev, run.compile, run.micro_batch_at(0, train.mask_count(0)))
     first, *some = (machine.timed(dev, step, run)[0] for _ in range(4))
     print(f"first step   {compiling + first:.1f} s, {compiling:.1f} s of it compilation")
@@ -129,8 +130,8 @@ def memory(run, kept):
         before = torch.cuda.memory_allocated()
         run.loss(*run.micro_batch_at(0, train.mask_count(0))).backward()
     per_row = (torch.cuda.max_memory_allocated() - before) / micro  # weights in bf16, part of it, do not grow with rows
-    run.model.zero_grad(set_to_none=True)
-    rest = state * sum(p.numel() for p in run.model.parameters())
+    run.drop_gradients()
+    rest = 0 if train.offload else state * sum(w.numel() for w in run.weights.values())
     fits = {gb: int((0.9e9 * gb - rest) / per_row) for gb in (8, 12, 16, 24, 32, 48, 80, 141)}
     largest = ", ".join(f"{gb} GB {2 ** (n.bit_length() - 1)}" for gb, n in fits.items() if n > 0)
     print(f"             {per_row / 1e6:.2f} MB a row at the peak of a micro-batch; micro_batch on a card of {largest}")
@@ -266,9 +267,12 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         run = new_run(config, folder)
         dev, amp_dtype, facts = run.device, run.amp_dtype, machine.describe(run.device)
-        count = sum(p.numel() for p in run.model.parameters())
+        count = sum(w.numel() for w in run.weights.values())
         print(f"machine      {facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {amp_dtype}")
         print(f"model        {count:,} parameters, {run.flops_per_token / 1e6:,.1f} MFLOP a token")
+        if train.offload:
+            rate = machine.matmul_rate(dev, amp_dtype)
+            print(host.plan(run, train.batch_size, train.micro_batch, train.seq_len, rate))
         some = min(8, train.micro_batch // 2)
         kept = (kept_bytes(run, 2 * some) - kept_bytes(run, some)) / some if some else kept_bytes(run, 1)
         (seconds, n_micro), update = speed(run), parts(run)

@@ -33,7 +33,7 @@ def join(device):
 
 
 def leave():
-    """End what join() or host.offload() began, once rank 0 has saved: torchrun stops all when one ends with an error."""
+    """End what join() or host.offload() began, once rank 0 has saved: gloo cannot do without those who left before."""
     agree(0.0, False)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -208,7 +208,9 @@ def test_one_narrow_layer_is_the_full_model():
     # 12 layers of 7,087,872, table, positions, norm behind them, head and decoder bias
     ("bert_minimal_arch", 12 * 7_087_872 + 25_165_824 + 98_304 + 1_536 + 592_128 + 32_768),
     # 24 of 12,596,224
-    ("izsak", 24 * 12_596_224 + 33_554_432 + 131_072 + 2_048 + 1_051_648 + 32_768)])  # fmt: skip
+    ("izsak", 24 * 12_596_224 + 33_554_432 + 131_072 + 2_048 + 1_051_648 + 32_768),
+    # 32 of 65,541,120, but no first attention norm
+    ("offload", 32 * 65_541_120 - 2_560 + 83_886_080 + 2 * 2_560 + 6_556_160 + 32_768)])  # fmt: skip
 def test_the_recipes_have_their_sizes(name, parameters, monkeypatch):
     import train
 

@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
+if "PYTEST_XDIST_WORKER" in os.environ:  # busy threads of one process beside those of another are 30 times as slow
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
 SMALL_MODEL = {

@@ -137,7 +137,7 @@ def test_resuming_something_else_is_one_line(finished, tmp_path, data_dir, train
     cases = [
         ({"n_layer": 3}, "type --n_layer=2"),
         ({"optimizer": "adamw", "dropout": 0.0}, "type --dropout=0.1 --optimizer=muon"),
-        ({"data_dir": str(other_data)}, "is not the data that"),
+        ({"data_dir": str(other_data)}, "was trained on another train.bin"),
         ({"max_steps": 60}, "used up its budget: type a larger --budget_hours (or --max_steps)"),
     ]
     monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own

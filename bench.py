@@ -264,15 +264,15 @@ def main():
     config, ramp = train.check_settings(), [train.batch_rows(i / 1000) for i in range(1000)]
     train.max_steps = 2**40  # a step is not cut short by the clock
     torch.set_float32_matmul_precision("high")
+    if train.offload:
+        sizes = (train.batch_size, train.micro_batch, train.seq_len, max(train.mask_count(0), train.mask_count(1)))
+        print(host.plan(config, *machine.pick(train.device, train.dtype), *sizes))
     with tempfile.TemporaryDirectory() as folder:
         run = new_run(config, folder)
         dev, amp_dtype, facts = run.device, run.amp_dtype, machine.describe(run.device)
         count = sum(w.numel() for w in run.weights.values())
         print(f"machine      {facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {amp_dtype}")
         print(f"model        {count:,} parameters, {run.flops_per_token / 1e6:,.1f} MFLOP a token")
-        if train.offload:
-            rate = machine.matmul_rate(dev, amp_dtype)
-            print(host.plan(run, train.batch_size, train.micro_batch, train.seq_len, rate))
         some = min(8, train.micro_batch // 2)
         kept = (kept_bytes(run, 2 * some) - kept_bytes(run, some)) / some if some else kept_bytes(run, 1)
         (seconds, n_micro), update = speed(run), parts(run)

@@ -64,6 +64,7 @@ class Rows:
 
     def __init__(self, path, count, seq_len, vocab_size):
         self.path, self.count, self.seq_len, self.vocab_size = Path(path), count, seq_len, vocab_size
+        self.changed = self.path.stat().st_mtime_ns if self.path.exists() else 0
         self.read(0, 1)
 
     def read(self, start, n):
@@ -72,15 +73,19 @@ class Rows:
         size = os.path.getsize(self.path) if self.path.exists() else 0
         if size != wanted:
             sys.exit(f"{self.path} has {size} bytes where meta.json says {wanted}: delete its folder and prepare anew")
-        parts = []
+        if (changed := self.path.stat().st_mtime_ns) != self.changed:  # perhaps only touched: no day ends for that
+            print(f"WARNING: {self.path} was written to while in use, its rows may not be what meta.json describes")
+            self.changed = changed
+        parts, size = [], n * self.seq_len
         while n:
             start %= self.count
             take = min(n, self.count - start)
             parts.append(np.fromfile(self.path, np.uint16, take * self.seq_len, offset=start * self.seq_len * 2))
             start, n = start + take, n - take
         tokens = np.concatenate(parts)
-        if tokens.size % self.seq_len or tokens.max() >= self.vocab_size:
-            sys.exit(f"{self.path} has tokens beyond the vocabulary before row {start}: delete its folder, prepare it")
+        if tokens.size != size or tokens.max() >= self.vocab_size:
+            why = "ends too soon" if tokens.size != size else "has tokens beyond the vocabulary"
+            sys.exit(f"{self.path} {why}, before row {start}: delete its folder and prepare it anew")
         return torch.from_numpy(tokens.astype(np.int64).reshape(-1, self.seq_len))
 
 

@@ -68,20 +68,38 @@ def from_folder_keys(state, config):
 
 def save(model, folder):
     """Write config.json and model.safetensors (float32) of a MaskedLM into folder, each beside its goal and renamed."""
-    import safetensors.torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    def write(path):
+        try:
+            save_file(weights, path, metadata={"format": "pt"})
+        except SafetensorError as e:  # its word for a full disk, among others
+            raise OSError(str(e)) from None
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = to_folder_keys({k: plain(v) for k, v in model.state_dict().items()}, model.config)
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
-    weights = safetensors.torch.save(weights, metadata={"format": "pt"})
     write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
-    write_beside(folder / "model.safetensors", lambda p: p.write_bytes(weights))
+    write_beside(folder / "model.safetensors", write)
 
 
 def plain(tensor):
     """The tensor behind a DTensor of one process, sharing its memory (train.py --offload=True); others as they are."""
     return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor
+
+
+def complaint(state, wanted):
+    """The first thing that is wrong with a state dict beside one with the right names and shapes, or ''."""
+    for name in sorted(state.keys() | wanted.keys()):
+        if name not in wanted or name not in state:
+            return f"{name} is {'missing' if name in wanted else 'unknown'}"
+        if state[name].shape != wanted[name].shape:
+            return f"{name} is of shape {tuple(state[name].shape)}, not {tuple(wanted[name].shape)}"
+        if not torch.isfinite(state[name]).all():
+            return f"{name} is not finite everywhere"
+    return ""
 
 
 def write_beside(path, write):
@@ -102,8 +120,10 @@ def load(folder, device="cpu"):
 
     try:
         config = ModelConfig(**json.loads((Path(folder) / "config.json").read_text())["nanocram"])
-        model = MaskedLM(config)
-        model.load_state_dict(from_folder_keys(load_file(Path(folder) / "model.safetensors"), config))
+        model, state = MaskedLM(config), load_file(Path(folder) / "model.safetensors")
+        if wrong := complaint(state, to_folder_keys(model.state_dict(), config)):
+            raise ValueError(wrong)
+        model.load_state_dict(from_folder_keys(state, config))
     except Exception as e:  # there are many ways to be broken
         raise ValueError(f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}") from None
     return model.to(device).eval()

@@ -74,7 +74,7 @@ class Embeddings(nn.Module):
         if config.position == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
         elif config.position == "sinusoidal":  # the paper's: a fixed table times one learnt scale (section 4.2)
-            self.position_scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))
+            self.position_scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))  # fully_shard takes no scalar
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
             table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)  # sin on even, cos on odd channels
             self.register_buffer("position_table", table, persistent=False)
@@ -254,7 +254,8 @@ def make_loss(model, device, amp_dtype):
     """loss(ids, positions, labels): cross-entropy in nats, summed over all labels but -100, a 0-d tensor."""
 
     def loss(ids, positions, labels):
-        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32):
+        # no weight is used twice, and a cache would keep the low-precision copies of all blocks, offloaded ones too
+        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32, cache_enabled=False):
             logits = model(ids, positions)  # (B, K, V): they exist for the chosen positions only
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 

@@ -73,6 +73,7 @@ def open_stream(path):
     """The texts of one local file (of a .txt its lines) or, where path is '', of the Hub data set, one by one."""
     import datasets
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would say of a broken file we say at the end
     kind, column = file_kind(path), "text" if file_kind(path) == "text" else text_column
     if path:
         options = {"encoding_errors": "replace"} if kind == "text" else {}
@@ -309,6 +310,8 @@ def raw_size(path):
     if not path.endswith(".gz") or size < 18:
         return size
     with open(path, "rb") as f:
+        if f.read(2) != b"\x1f\x8b":
+            return 0  # no gzip
         f.seek(-4, os.SEEK_END)
         return int.from_bytes(f.read(4), "little")
 

@@ -183,27 +183,6 @@ def write_csv(contenders, path):
                 writer.writerow([facts["commit"][:7], facts["device"], c.name, *made, *(rows[-1][n] for n in names)])
 
 
-def draw(contenders, path):
-    """The held-out losses over one another: by time, tokens and floating-point operations."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no race.png: pip install matplotlib draws one")
-        return
-    figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained", facecolor="white")
-    measures = {"elapsed_s": "seconds", "tokens": "tokens", "flops": "floating-point operations"}
-    for axes, (key, label) in zip(figure.subplots(1, 3, sharey=True), measures.items(), strict=True):
-        for i, c in enumerate(contenders):
-            for j, (_, rows) in enumerate(c.runs):
-                points = [(row[key], row[HELD_OUT]) for row in rows if HELD_OUT in row and row["tokens"]]
-                axes.plot(*zip(*points, strict=True), color=f"C{i}", lw=1.2, alpha=0.85, label=None if j else c.name)
-        axes.set(xscale="log", xlabel=label)
-        axes.grid(alpha=0.25, which="both")
-    figure.axes[0].set_ylabel("held-out loss at 15 % masked (nats)")
-    figure.axes[0].legend(frameon=False, fontsize=8, loc="upper right")
-    figure.savefig(path)
-
-
 def load_run(folder):
     """(run.json, rows of log.csv) of a finished run; exits if folder holds none."""
     try:
@@ -249,7 +228,7 @@ def main():
     print("", *lines, "", sep="\n")
     (folder / "race.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_csv(contenders, folder / "race.csv")
-    draw(contenders, folder / "race.png")
+    record.overlay({c.name: [rows for _, rows in c.runs] for c in contenders}, HELD_OUT, folder / "race.png")
     print(f"{folder}: race.md (this table), race.csv (every run), race.png")
 
 

@@ -9,11 +9,9 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import torch
 
 import glue
 from folder import write_beside
@@ -22,15 +20,18 @@ COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_l
            "lr", "batch_size", "mask_rate", "grad_norm", "skipped")  # fmt: skip
 
 
-def begin(folder, data_dir, settings, facts, resumed_at=None):
-    """Make the folder of a run ready: run.json, the tokenizer, and log.csv up to the step that it is resumed at."""
-    if resumed_at is None:
-        open_out(folder)
+def begin(run, data_dir, settings, facts, resumed):
+    """Make the folder of a train.Run ready: run.json, the tokenizer, and log.csv up to where it is resumed."""
+    if not resumed:
+        open_out(run.folder)
     else:
-        drop_rows_after(folder, resumed_at)
-    write_run(folder, settings, facts)
+        seconds = max([row["elapsed_s"] for row in read_log(run.folder)], default=0.0) - run.before
+        lost = f"; {seconds:.0f} s after its checkpoint are lost" if seconds >= 1 else ""
+        print(f"resumed at step {run.state['step']:,}, {run.before / 3600:.2f} hours into the run{lost}")
+        drop_rows_after(run.folder, run.state["step"])
+    write_run(run.folder, settings, facts)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        write_beside(Path(folder) / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
+        write_beside(run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
 
 
 def open_out(folder):
@@ -84,24 +85,6 @@ def read_log(folder):
     return [{k: int(v) if k in whole else float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
 
 
-def read_checkpoint(folder, config, optimizer, data):
-    """ckpt.pt of a run; exits with one line if it is damaged, or not of this ModelConfig, optimiser or train.bin."""
-    path = Path(folder) / "ckpt.pt"
-    if not path.exists():
-        sys.exit(f"{path} not found: name the --out_dir of a run to resume, or leave out --init=resume")
-    try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        theirs = asdict(type(config)(**ckpt["config"])) | {"optimizer": ckpt["optimizer"]}
-    except Exception as e:  # there are many ways to be broken
-        sys.exit(f"{path} is damaged or no checkpoint of train.py: {type(e).__name__}")
-    ours = asdict(config) | {"optimizer": optimizer}
-    if wrong := [f"--{k}={theirs.get(k)}" for k in ours if ours[k] != theirs.get(k)]:
-        sys.exit(f"{path} is of another model: to resume it, type {' '.join(wrong)}")
-    if ckpt["data"] != data:
-        sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
-    return ckpt
-
-
 def drop_rows_after(folder, step):
     """Remove what log.csv says of the steps after `step`: a resumed run does them again."""
     rows = [row for row in read_log(folder) if row["step"] <= step]
@@ -149,6 +132,27 @@ def plot(folder):
     right.set_ylabel("rows per step", color="tab:purple")
     right.set_ylim(bottom=0)
     write_beside(Path(folder) / "loss.png", lambda path: figure.savefig(path, format="png"))
+
+
+def overlay(runs, key, path):
+    """Draw the column key of {name: [rows of a log.csv, …]} by time, tokens and floating-point operations."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"no {path.name}: pip install matplotlib draws one")
+        return
+    figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained", facecolor="white")
+    measures = {"elapsed_s": "seconds", "tokens": "tokens", "flops": "floating-point operations"}
+    for axes, (x, label) in zip(figure.subplots(1, 3, sharey=True), measures.items(), strict=True):
+        for i, (name, logs) in enumerate(runs.items()):
+            for j, rows in enumerate(logs):
+                points = [(row[x], row[key]) for row in rows if key in row and row["tokens"]]
+                axes.plot(*zip(*points, strict=True), color=f"C{i}", lw=1.2, alpha=0.85, label=None if j else name)
+        axes.set(xscale="log", xlabel=label)
+        axes.grid(alpha=0.25, which="both")
+    figure.axes[0].set_ylabel("held-out loss at 15 % masked (nats)")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    write_beside(path, lambda path: figure.savefig(path, format="png"))
 
 
 def read_glue(folder):

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 from configurator import configure, require, settings
@@ -92,12 +92,13 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a typ
 import numpy as np
 import torch
 
+import checkpoint
 import host
 import machine
 import parallel
 import record
 from data import IGNORE, Rows, draw_masks, fill_masks, held_out, load_meta, load_tokenizer
-from folder import not_native, plain, save, write_beside
+from folder import not_native, plain, save
 from model import MaskedLM, ModelConfig, make_loss
 from muon import Muon
 
@@ -157,8 +158,9 @@ class Run:
         self.amp_dtype, self.model = amp_dtype, MaskedLM(config)
         self.weights = host.offload(self.model, dev) if offload else dict(self.model.to(dev).named_parameters())
         self.optimizers = build_optimizers(self.weights)
-        self.scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
-        self.scaler.scale(torch.zeros((), device=dev))  # ready, even on a rank whose first step has no micro-batch
+        where = next(iter(self.weights.values())).device
+        self.scaler = torch.amp.GradScaler(where.type, enabled=amp_dtype == torch.float16)
+        self.scaler.scale(torch.zeros((), device=where))  # ready, even on a rank whose first step has no micro-batch
         self.loss = make_loss(self.model, dev, amp_dtype)
         self.rows = Rows(Path(data_dir) / "train.bin", meta["counts"]["rows"], seq_len, vocab_size)
         self.ahead = (-1, None)  # rows on their way to the device: (number of the first, tensor)
@@ -177,7 +179,8 @@ class Run:
         eager, self.loss = self.loss, torch.compile(self.loss, dynamic=False)
         try:
             self.loss(*self.micro_batch_at(self.state["row"], mask_count(0))).backward()
-            self.held_out_loss([batch])
+            if parallel.RANK == 0:
+                self.held_out_loss([batch])
         except torch.OutOfMemoryError:
             raise
         except Exception as e:  # no compiler, no Triton, a card too old: whatever inductor raises
@@ -219,7 +222,7 @@ class Run:
         rows, n_mask = batch_rows(progress), mask_count(progress)
         total = torch.zeros((), device=self.device)
         for row in range(state["row"], state["row"] + rows, micro_batch)[parallel.RANK :: parallel.WORLD]:
-            cut = self.stop or self.progress() >= 1
+            cut = self.stop or (parallel.RANK == 0 and self.progress() >= 1)
             if cut:
                 break
             loss = self.loss(*self.micro_batch_at(row, n_mask)) / (rows * n_mask)
@@ -302,14 +305,8 @@ class Run:
     def save(self, required=False):
         """Write ckpt.pt, the model folder and loss.png, each beside its goal and renamed; a full disk stops nothing."""
         start = time.monotonic()
-        checkpoint = {
-            "model": {k: plain(v) for k, v in self.model.state_dict().items()},
-            "optimizers": [o.state_dict()["state"] for o in self.optimizers], "scaler": self.scaler.state_dict(),
-            "state": self.state, "elapsed": self.elapsed(),
-            "config": asdict(self.model.config), "optimizer": optimizer, "data": self.meta["sha256"]["train.bin"],
-        }  # fmt: skip
         try:
-            write_beside(self.folder / "ckpt.pt", lambda path: torch.save(checkpoint, path))
+            checkpoint.write(self, optimizer)
             save(self.model, self.folder)
             record.plot(self.folder)
         except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
@@ -319,18 +316,6 @@ class Run:
         self.save_seconds = time.monotonic() - start
         self.seconds["saving"] += self.save_seconds
         self.saved_at = time.monotonic()
-
-    def resume(self):
-        """Take everything but the settings from ckpt.pt; exits if it belongs to another model or data set."""
-        ckpt = record.read_checkpoint(self.folder, self.model.config, optimizer, self.meta["sha256"]["train.bin"])
-        for name, tensor in self.model.state_dict().items():
-            plain(tensor).copy_(ckpt["model"][name])
-        for o, saved in zip(self.optimizers, ckpt["optimizers"], strict=True):
-            o.load_state_dict({"state": saved, "param_groups": o.state_dict()["param_groups"]})
-        if ckpt["scaler"] and self.scaler.is_enabled():
-            self.scaler.load_state_dict(ckpt["scaler"])
-        self.state, self.before, self.start = ckpt["state"], ckpt["elapsed"], time.monotonic()
-        print(f"resumed at step {self.state['step']:,}, {self.before / 3600:.2f} hours into the run")
 
 
 def check_settings():
@@ -354,8 +339,10 @@ def check_settings():
             sys.exit(f"{name}={rows} is no multiple of micro_batch={micro_batch}: type for example --{name}={near}")
     if samples and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK], and a | stands between two sentences")
-    if offload and parallel.WORLD > 1:
-        sys.exit("offload is for one GPU: leave out torchrun, or --offload")
+    if offload and (parallel.WORLD > 1 or device == "mps"):
+        sys.exit("offload is for one process on cuda or cpu: type --offload=False, or leave torchrun out")
+    if offload and optimizer == "muon":
+        sys.exit("offload steps on the host, where Muon's matrix products would take long: type --optimizer=adamw")
     try:
         return ModelConfig(**{f.name: globals()[f.name] for f in fields(ModelConfig)})
     except ValueError as e:
@@ -370,9 +357,12 @@ def main():
     tokenizer = load_tokenizer(data_dir, meta)
     torch.set_float32_matmul_precision("high")
     val = Rows(Path(data_dir) / "val.bin", meta["counts"]["val_rows"], seq_len, vocab_size)
+    if offload:
+        k_max = max(mask_count(0), mask_count(1))
+        print(host.plan(config, dev, amp_dtype, batch_size, micro_batch, seq_len, k_max), flush=True)
     run, peak = Run(config, meta, dev, amp_dtype), machine.matmul_rate(dev, amp_dtype)
     if init == "resume":
-        run.resume()
+        checkpoint.restore(run, optimizer)
         if run.progress() >= 1:
             sys.exit("this run has used up its budget: type a larger --budget_hours (or --max_steps) to go on")
     if parallel.RANK == 0:
@@ -381,14 +371,13 @@ def main():
                  "amp_dtype": str(amp_dtype), "data": meta["sha256"]["train.bin"], "processes": parallel.WORLD,
                  **machine.describe(dev)}  # fmt: skip
         everything = {name: globals()[name] for name in settings(__file__)}
-        record.begin(run.folder, data_dir, everything, facts, run.state["step"] if init == "resume" else None)
+        record.begin(run, data_dir, everything, facts, init == "resume")
         print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} "
               f"multiplies matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
+        if batch_start // micro_batch % parallel.WORLD:
+            print(f"{parallel.WORLD} ranks, {batch_start // micro_batch} micro-batches: some idle, lower --micro_batch")
         if why := not_native(config):
             print(f"with {why} this is no ModernBERT: folder.load() reads the model folder, transformers does not")
-    if offload:
-        print(host.plan(run, batch_rows(1.0), micro_batch, seq_len, peak))
-
     def ask_to_stop(number, frame):
         run.stop = True
         os.write(2, b"\nstopping and saving; once more ends the run at once\n")
@@ -396,7 +385,13 @@ def main():
 
     signal.signal(signal.SIGINT, ask_to_stop)
     signal.signal(signal.SIGTERM, ask_to_stop)
-    train(run, held_out(val.read(0, min(val.count, eval_rows)), micro_batch), tokenizer, peak * parallel.WORLD)
+    sets = held_out(val.read(0, min(val.count, eval_rows)), micro_batch)
+    try:
+        train(run, sets, tokenizer, peak * parallel.WORLD)
+    except SystemExit:  # rows that have changed, ranks that are gone, losses that stay infinite
+        if parallel.RANK == 0:
+            run.save()  # what was learnt until then
+        raise
     parallel.leave()
 
 

@@ -54,7 +54,8 @@ def test_bytes_kept_for_the_backward_pass_by_hand():
     """exp keeps its output, a product its input (and the weight, which is a parameter and does not count)."""
     model = torch.nn.Linear(10, 7, bias=False)
     x = torch.randn(6, 10)
-    run = SimpleNamespace(model=model, loss=lambda x: model(x).exp().sum(), micro_batch_at=lambda row, n: (x,))
+    weights = dict(model.named_parameters())
+    run = SimpleNamespace(weights=weights, loss=lambda x: model(x).exp().sum(), micro_batch_at=lambda row, n: (x,))
     assert bench.kept_bytes(run, 4) == 4 * 10 * 4 + 4 * 7 * 4
     assert bench.kept_bytes(run, 6) == 6 * 10 * 4 + 6 * 7 * 4
 
@@ -70,7 +71,7 @@ def test_counting_bytes_frees_them_again():
 
     gc.disable()
     try:
-        bench.kept_bytes(SimpleNamespace(model=model, loss=loss, micro_batch_at=lambda *a: (torch.randn(3, 4),)), 2)
+        bench.kept_bytes(SimpleNamespace(weights={}, loss=loss, micro_batch_at=lambda *a: (torch.randn(3, 4),)), 2)
         assert seen[0].expired()
     finally:
         gc.enable()
@@ -83,7 +84,8 @@ def test_logits_of_other_positions_do_not_exist(train):
         model = MaskedLM(ModelConfig(vocab_size=size, n_layer=1, n_head=2, n_embd=32, n_inner=48))
         loss = make_loss(model, torch.device("cpu"), torch.float32)
         batch = torch.zeros(8, 128, dtype=torch.long), torch.ones(8, 20, dtype=torch.long)
-        run = SimpleNamespace(model=model, loss=loss, micro_batch_at=lambda *a, batch=batch: (*batch, batch[1]))
+        weights = dict(model.named_parameters())
+        run = SimpleNamespace(weights=weights, loss=loss, micro_batch_at=lambda *a, batch=batch: (*batch, batch[1]))
         per_row[size] = (bench.kept_bytes(run, 8) - bench.kept_bytes(run, 4)) / 4
     assert per_row[1200] - per_row[600] == 20 * 600 * 4
 

@@ -1,4 +1,5 @@
 import math
+import os
 
 import numpy as np
 import pytest
@@ -92,16 +93,27 @@ def test_rows_wrap_and_stay_in_order(tmp_path):
     assert torch.equal(rows.read(3, 12), torch.from_numpy(array[[3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]].astype(np.int64)))
 
 
-def test_a_file_that_shrinks_or_changes_is_one_line(tmp_path):
+def test_a_file_that_shrinks_or_changes_is_one_line(tmp_path, monkeypatch, capsys):
     path = tmp_path / "x.bin"
     np.arange(5 * 8, dtype=np.uint16).tofile(path)
     rows = Rows(path, 5, 8, 40)
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(SystemExit, match=r"has 78 bytes where meta\.json says 80"):
         rows.read(0, 1)
+    np.full(5 * 8, 39, dtype=np.uint16).tofile(path)
+    os.utime(path, (1, 1))
+    for _ in range(2):
+        assert rows.read(0, 1).tolist() == [[39] * 8]
+    assert capsys.readouterr().out == (
+        f"WARNING: {path} was written to while in use, its rows may not be what meta.json describes\n"
+    )  # once
     np.full(5 * 8, 40, dtype=np.uint16).tofile(path)
     with pytest.raises(SystemExit, match="beyond the vocabulary"):
         rows.read(0, 1)
+    fromfile = np.fromfile  # it shrinks between the look at its size and the reading
+    monkeypatch.setattr(np, "fromfile", lambda *args, **kwargs: fromfile(*args, **kwargs)[:-8])
+    with pytest.raises(SystemExit, match="ends too soon, before row 2"):
+        rows.read(0, 2)
     path.unlink()
     with pytest.raises(SystemExit, match="has 0 bytes"):
         rows.read(0, 1)

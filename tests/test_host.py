@@ -1,16 +1,17 @@
-import dataclasses
+import math
 import warnings
 
 import pytest
 import torch
 from test_train import new_run
 
+import checkpoint
 import host
 import machine
 import record
 import train as module
 from folder import load
-from model import MaskedLM, ModelConfig
+from model import MaskedLM
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def offloaded(train, monkeypatch):
 
 
 @pytest.mark.parametrize("settings", [
-    {"optimizer": "adamw", "dtype": "bfloat16"}, {"optimizer": "muon", "n_narrow": 2, "n_layer": 3},
+    {"optimizer": "adamw", "dtype": "bfloat16"}, {"optimizer": "adamw", "n_narrow": 2, "n_layer": 3},
     {"optimizer": "adamw", "position": "learned", "post_norm": True},
     {"optimizer": "adam", "position": "sinusoidal", "head_transform": False, "n_layer": 3}])  # fmt: skip
 def test_offload_is_the_plain_run_bit_for_bit(offloaded, monkeypatch, tmp_path, settings):
@@ -65,7 +66,7 @@ def test_a_run_goes_on_with_and_without_offload(offloaded, monkeypatch, tmp_path
         module.parallel.leave()
         monkeypatch.setattr(offloaded, "offload", second)
         run = new_run(offloaded)
-        run.resume()
+        checkpoint.restore(run, "adamw")
         for step in range(3, 5):
             run.train_step(step / 5)
         ends.append({k: w.detach().clone() for k, w in run.weights.items()})
@@ -74,21 +75,23 @@ def test_a_run_goes_on_with_and_without_offload(offloaded, monkeypatch, tmp_path
 
 
 def test_blocks_are_on_the_device_one_at_a_time_and_nothing_of_them_is_kept(offloaded, monkeypatch):
-    """In the forward and the backward pass; for the backward pass a block keeps its input alone."""
+    """In the forward and the backward pass, in bfloat16; for the backward pass a block keeps its input alone."""
     monkeypatch.setattr(offloaded, "offload", True)
     monkeypatch.setattr(offloaded, "n_layer", 4)
-    run = new_run(offloaded)
-    blocks, seen = run.model.model.layers, []
+    run = new_run(offloaded, torch.bfloat16)
+    blocks, there, seen = run.model.model.layers, {}, []
 
-    def there(block):
-        return not hasattr(block.mlp.Wi.weight, "to_local")  # else it is the shard in host memory
+    def look(i):
+        there[i] = blocks[i].mlp.Wi.weight  # not the shard in host memory, but what was brought for this
+        assert not hasattr(there[i], "to_local") and not torch.is_autocast_cache_enabled()
+        seen.append((i, sorted(j for j, w in there.items() if w.untyped_storage().nbytes())))
 
     for i, block in enumerate(blocks):
-        block.attn.register_forward_hook(lambda *_, i=i: seen.append((i, [there(b) for b in blocks])))
+        block.attn.register_forward_hook(lambda *_, i=i: look(i))
     run.train_step(0.0)
-    assert [i for i, _ in seen] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert all(among == [j == i for j in range(4)] for i, among in seen)
-    assert not any(there(b) for b in blocks)
+    assert seen == [(i, [i]) for i in (0, 1, 2, 3, 3, 2, 1, 0)]
+    assert not any(w.untyped_storage().nbytes() for w in there.values())
+    there.clear()
 
     def kept(n_layer):
         monkeypatch.setattr(offloaded, "n_layer", n_layer)
@@ -115,19 +118,62 @@ def test_offload_with_a_loss_scale(offloaded, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
 
 
-def test_the_plan(offloaded, monkeypatch, capsys):
-    """Bytes against a count by hand; the rates are measured, so they are only there and positive."""
-    monkeypatch.setattr(offloaded, "offload", True)
-    monkeypatch.setattr(offloaded, "optimizer", "adamw")
-    run = new_run(offloaded)
-    text = host.plan(run, 16, 8, 128, 1e12)
-    plain = MaskedLM(ModelConfig(**dataclasses.asdict(run.model.config)))
+@pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16])
+def test_the_plan(offloaded, monkeypatch, amp_dtype):
+    """Bytes against counts by hand, and activations against what a plain model with one whole block keeps."""
+    for name, value in {"offload": True, "optimizer": "adamw", "n_layer": 6}.items():
+        monkeypatch.setattr(offloaded, name, value)
+    config = module.check_settings()
+    plain = MaskedLM(config)
     every = sum(p.numel() for p in plain.parameters())
     blocks = sum(p.numel() for p in plain.model.layers.parameters())
-    assert f"{16 * every / 1e9:.3g} GB in host memory" in text
-    assert f"a step of 2 x 8 rows: {2 * 4 * (2 * blocks + (every - blocks) + every) / 1e9:.3g} GB over the bus" in text
-    assert len(text.splitlines()) == 2 and all(len(line) < 220 for line in text.splitlines())
-    assert host.bus_rate(torch.device("cpu")) > 1e8 and host.adamw_rate() > 1e6
+    saving = 4 * 6 * 3 * 32 * 32
+    sizes = (amp_dtype, 2, 8, 128, 38)
+    on_host, on_device, out, back = host.step_bytes(plain, *sizes, pinned=False)
+    assert (on_host, out, back) == (16 * every + saving, 2 * 4 * (blocks + every), 2 * 4 * every)
+    pinned = sum(2 ** math.ceil(math.log2(4 * p.numel())) for p in plain.parameters())
+    assert host.step_bytes(plain, *sizes, pinned=True)[0] == 2 * pinned + 8 * every + saving
+
+    more = host.step_bytes(plain, amp_dtype, 2, 16, 128, 38, pinned=False)[1] - on_device
+    monkeypatch.setattr(offloaded, "offload", False)
+    monkeypatch.setattr(offloaded, "n_layer", 2)  # of which the last computes predicted rows alone
+    run = new_run(offloaded, amp_dtype)
+    batch = run.micro_batch_at(0, 38)
+    few, many = ([x.repeat(n, 1) for x in batch] for n in (1, 2))
+    rows = [machine.kept_bytes(lambda batch=batch: run.loss(*batch), run.weights.values()) for batch in (few, many)]
+    assert more == pytest.approx(rows[1] - rows[0] + 8 * 4 * 128 * 32 * 4, rel=0.35)
+
+    text = host.plan(config, torch.device("cpu"), amp_dtype, 16, 8, 128, 38)
+    assert f"offload: {on_host / 1e9:.3g} GB in host memory, about {on_device / 1e9:.3g} GB on the device" in text
+    assert f"a step of 2 x 8 rows: {(out + back) / 1e9:.3g} GB over the bus" in text and len(text.splitlines()) == 2
+    assert min(*host.bus_rates(torch.device("cpu")), host.adamw_rate()) > 1e7
+
+
+def test_the_plan_comes_before_anything_is_made(offloaded, monkeypatch, capsys):
+    for name, value in {"offload": True, "optimizer": "adamw"}.items():
+        monkeypatch.setattr(offloaded, name, value)
+
+    def too_large(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(module, "Run", too_large)
+    with pytest.raises(MemoryError):
+        module.main()
+    assert "GB in host memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": "muon"}, "type --optimizer=adamw"),
+        ({"device": "mps", "optimizer": "adamw"}, "type --offload=False"),
+    ],
+)
+def test_slips_are_one_line(offloaded, monkeypatch, settings, message):
+    for name, value in {"offload": True, **settings}.items():
+        monkeypatch.setattr(offloaded, name, value)
+    with pytest.raises(SystemExit, match=message):
+        module.check_settings()
 
 
 def test_offload_says_nothing_of_torchs_inside(offloaded, monkeypatch):

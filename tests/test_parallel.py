@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, SMALL_MODEL
 from safetensors.torch import load_file
+from test_train import new_run
 
 import parallel
 import record
@@ -111,7 +112,7 @@ def test_slips_and_lost_ranks_are_one_line(train, monkeypatch):
     with pytest.raises(SystemExit, match="no GPU for process 2 of this machine: type --nproc_per_node=2"):
         parallel.join("auto")
     monkeypatch.setattr(train, "offload", True)
-    with pytest.raises(SystemExit, match="offload is for one GPU: leave out torchrun, or --offload"):
+    with pytest.raises(SystemExit, match="offload is for one process on cuda or cpu"):
         module.check_settings()
 
     def lost(*args, **kwargs):
@@ -122,6 +123,23 @@ def test_slips_and_lost_ranks_are_one_line(train, monkeypatch):
         with pytest.raises(SystemExit) as e:
             call()
         assert str(e.value) == "rank 0 has lost the others, start again with --init=resume: Connection closed by peer"
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no backend for these tensors")
+
+    monkeypatch.setattr(parallel.dist, "all_reduce", broken)
+    with pytest.raises(RuntimeError, match="no backend"):  # that is no lost rank
+        parallel.agree(0.5, False)
+
+
+def test_there_is_one_clock(train, monkeypatch):
+    """Between micro-batches it is rank 0's that ends a step; another's may be ahead."""
+    monkeypatch.setattr(train, "budget_hours", 1.0)
+    run = new_run(train)
+    monkeypatch.setattr(run, "elapsed", lambda: 4000.0)
+    assert run.progress() == 1 and not run.train_step(0.5)
+    monkeypatch.setattr(parallel, "RANK", 1)
+    assert run.train_step(0.5)
 
 
 def test_alone_nothing_is_shared(monkeypatch):

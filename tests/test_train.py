@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import checkpoint
 import machine
 import record
 import train as module
@@ -372,7 +373,7 @@ def test_resume_in_another_precision(train, monkeypatch):
     record.open_out(run.folder)
     run.save(required=True)
     again = new_run(train, torch.float16)
-    again.resume()
+    checkpoint.restore(again, "muon")
     assert again.scaler.get_scale() == 2.0**16
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from folder import complaint, plain, write_beside
+from disk import write_beside
+from folder import complaint, plain
 
 VERSION = 1  # of the format; another one is refused
 

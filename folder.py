@@ -7,12 +7,12 @@ transformers loads such a folder with no code of ours. What is no ModernBERT is 
 """
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from disk import write_beside
 from model import ROPE_THETA, MaskedLM, ModelConfig
 
 
@@ -100,18 +100,6 @@ def complaint(state, wanted):
         if not torch.isfinite(state[name]).all():
             return f"{name} is not finite everywhere"
     return ""
-
-
-def write_beside(path, write):
-    """Call write(temporary path), bring the bytes to the disk, then rename: readers see the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        write(temporary)
-        with open(temporary, "r+b") as f:
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # a failed write must not keep the disk full
 
 
 def load(folder, device="cpu"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from folder import write_beside
+from disk import write_beside
 
 
 @dataclass(frozen=True)

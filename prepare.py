@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import configure, require, settings
+from disk import Lock, write_beside
 from tokenizer import CLS, MASK, SEP, Tokenizer, normalise, train_tokenizer
 
 # what to read
@@ -53,6 +54,7 @@ KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut, or it would have to fit into memory
 BUCKETS = 128  # files that rows are spread over before they are put in order: memory stays at 1/128 of the data
 OURS = ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin", "meta.json", "bucket-*")
+
 
 def source_files(pattern):
     """The local files that pattern names, sorted; [] if it names a Hub data set instead."""
@@ -295,6 +297,7 @@ def claim(goal, wanted):
         sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
     partial = Path(f"{goal.absolute()}.partial")
     if partial.exists():
+        Lock(partial).close()  # not while another process writes it
         left = list(partial.iterdir())
         if not all(any(p.match(name) for name in OURS) for p in left):
             sys.exit(f"{partial} holds files that prepare.py did not write: move them away first")
@@ -307,11 +310,9 @@ def claim(goal, wanted):
 def raw_size(path):
     """Bytes of text in a local file, about: the trailer of a gzip says it (modulo 4 GiB), others count as they are."""
     size = os.path.getsize(path)
-    if not path.endswith(".gz") or size < 18:
-        return size
     with open(path, "rb") as f:
-        if f.read(2) != b"\x1f\x8b":
-            return 0  # no gzip
+        if f.read(2) != b"\x1f\x8b" or size < 18:
+            return size
         f.seek(-4, os.SEEK_END)
         return int.from_bytes(f.read(4), "little")
 
@@ -342,6 +343,7 @@ def main():
     wanted = {name: globals()[name] for name in settings(__file__) if name not in ("data_dir", "threads")}
     wanted["files"] = [[f, os.path.getsize(f)] for f in files]  # two data sets with equal settings and files are equal
     partial = claim(goal, wanted)
+    lock = Lock(partial)
     paths, errors = files or [""], {}
     print(f"training a vocabulary of {vocab_size} entries on up to {vocab_sample_mb} MB of {source}", flush=True)
     batches = documents(paths, errors, limit=vocab_sample_mb * 10**6 // len(paths))
@@ -365,12 +367,10 @@ def main():
         with open(path, "r+b") as f:
             meta["sha256"][path.name] = hashlib.file_digest(f, "sha256").hexdigest()
             os.fsync(f.fileno())
-    with open(partial / "meta.json", "w") as f:
-        json.dump(meta, f, indent=2)
-        f.flush()
-        os.fsync(f.fileno())
+    write_beside(partial / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=2)))
     if goal.exists():
         goal.rmdir()  # empty, as claim() saw: Windows renames onto nothing else
+    lock.close()
     os.rename(partial, goal)
     report(count, errors, goal, vocab_seconds, time.perf_counter() - start)
 

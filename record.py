@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import glue
-from folder import write_beside
+from disk import Lock, write_beside
 
 COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_loss_25", "val_nats_per_char",
            "lr", "batch_size", "mask_rate", "grad_norm", "skipped")  # fmt: skip
@@ -25,11 +25,13 @@ def begin(run, data_dir, settings, facts, resumed):
     if not resumed:
         open_out(run.folder)
     else:
+        Lock(run.folder / "run.json").close()
         seconds = max([row["elapsed_s"] for row in read_log(run.folder)], default=0.0) - run.before
         lost = f"; {seconds:.0f} s after its checkpoint are lost" if seconds >= 1 else ""
         print(f"resumed at step {run.state['step']:,}, {run.before / 3600:.2f} hours into the run{lost}")
         drop_rows_after(run.folder, run.state["step"])
     write_run(run.folder, settings, facts)
+    run.lock = Lock(run.folder / "run.json")  # until the run is over
     for name in ("tokenizer.json", "tokenizer_config.json"):
         write_beside(run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
 
@@ -40,6 +42,7 @@ def open_out(folder):
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if not (folder / "run.json").exists():
             sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
+        Lock(folder / "run.json").close()  # not while that run is going on
         aside = next(p for n in range(1, 10**6) if not (p := folder.with_name(f"{folder.name}.{n}")).exists())
         folder.rename(aside)
         print(f"{folder} held a run already: moved it to {aside} (--init=resume would have continued it)")
@@ -181,7 +184,16 @@ def glue_runs(folder, entry):
 
 def add_glue_runs(folder, entry, runs):
     """Add runs to glue.json, each in place of one of the same task, seed and data, and draw glue.md anew."""
-    systems = read_glue(folder)
+    with Lock(folder, wait=True):  # others may be at other tasks
+        systems = put_glue_runs(read_glue(folder), entry, runs)
+        text = json.dumps({"systems": systems}, indent=1)
+        write_beside(Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8"))
+        page = glue.page(glue_systems(folder))
+        write_beside(Path(folder) / "glue.md", lambda path: path.write_text(page, encoding="utf-8"))
+
+
+def put_glue_runs(systems, entry, runs):
+    """The systems of a glue.json with runs of one of them, each in place of one of the same task, seed and data."""
     found = find_glue(systems, entry)
     if found is None:
         systems.append(found := {**entry, "runs": []})
@@ -190,10 +202,7 @@ def add_glue_runs(folder, entry, runs):
         return run["task"], run["seed"], run["data"]
 
     found["runs"] = [r for r in found["runs"] if what(r) not in map(what, runs)] + runs
-    text = json.dumps({"systems": systems}, indent=1)
-    write_beside(Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8"))
-    page = glue.page(glue_systems(folder))
-    write_beside(Path(folder) / "glue.md", lambda path: path.write_text(page, encoding="utf-8"))
+    return systems
 
 
 def glue_systems(folder):

@@ -1,0 +1,503 @@
+"""What a day may bring: kills, full disks, suspended processes, poisoned batches, files made to harm.
+
+The long ones: python -m pytest -m slow -s tests/test_faults.py, which prints the counts of the README's table.
+"""
+
+import csv
+import itertools
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SMALL_DATA, SMALL_MODEL, last_line, script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_model import configs
+from test_train import new_run
+
+import checkpoint
+import disk
+import folder as folder_module
+import record
+import train as module
+from data import Rows, load_meta
+from model import MaskedLM
+
+
+def start(out, data_dir, **changes):
+    flags = [f"--{k}={v}" for k, v in (SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes).items()]
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def whole(out):
+    """Checkpoint and model folder can be read."""
+    state = torch.load(out / "ckpt.pt", weights_only=True)["state"]
+    folder_module.load(out)
+    return state
+
+
+def assert_same_run(out, other):
+    """The same rows in log.csv, each once, and the same weights to the bit."""
+    rows, others = ([row | {"elapsed_s": 0} for row in record.read_log(o)] for o in (out, other))
+    assert rows == others
+    assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    a, b = (load_file(o / "model.safetensors") for o in (out, other))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [30])
+def test_kill_9_at_any_moment(tmp_path, data_dir, kills):
+    """A run that is killed again and again ends as if it had not been."""
+    settings = {"max_steps": 400, "dropout": 0.1, "checkpoint_minutes": 1e-9, "evals": 40}
+    undisturbed = start(tmp_path / "undisturbed", data_dir, **(settings | {"checkpoint_minutes": 0.0}))
+    assert undisturbed.wait(300) == 0, undisturbed.communicate()[0]
+    out, rng, done, writing, lost = tmp_path / "out", random.Random(0), 0, 0, 0
+    while done < kills:
+        resumable = (out / "ckpt.pt").exists()
+        if not resumable and out.exists():
+            shutil.rmtree(out)  # killed before the first checkpoint: there is nothing to go on from
+        process = start(out, data_dir, init="resume" if resumable else "scratch", **settings)
+        before = len((out / "log.csv").read_bytes()) if resumable else 0
+        while (
+            process.poll() is None
+            and len((out / "log.csv").read_bytes() if (out / "log.csv").exists() else b"") <= before
+        ):
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.9))
+        if process.poll() is not None:
+            break
+        process.kill()
+        lost += "are lost" in process.communicate()[0]
+        done += 1
+        writing += any(out.glob("*.tmp"))
+        if (out / "ckpt.pt").exists():
+            whole(out)
+    assert done == kills
+    process = start(out, data_dir, init="resume", **(settings | {"checkpoint_minutes": 0.0}))
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and not list(out.glob("*.tmp")), said
+    assert_same_run(out, tmp_path / "undisturbed")
+    print(f"\n{kills} kills, {writing} of them while a file was being written: same log, same weights")
+
+
+def test_a_full_disk(tmp_path, data_dir):
+    """Files may not grow beyond 20 kB: what was there stands, each failure is one line, and the run can go on later."""
+    settings = {"dropout": 0.1, "samples": ""}
+    assert start(tmp_path / "undisturbed", data_dir, max_steps=30, **settings).wait(100) == 0
+    out = shutil.copytree(tmp_path / "undisturbed", tmp_path / "out")
+    before = {p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".pt", ".safetensors", ".png")}
+    assert min(map(len, before.values())) > 20_000 > max(p.stat().st_size for p in out.iterdir() if p.suffix == ".csv")
+    flags = SMALL_MODEL | settings | {"data_dir": data_dir, "out_dir": out, "init": "resume", "max_steps": 50}
+    command = [sys.executable, str(ROOT / "train.py"), *(f"--{k}={v}" for k, v in flags.items())]
+    full = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+    )
+    assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
+    assert "WARNING: cannot save to" in full.stdout and "what was there before stands" in full.stdout
+    assert before == {p.name: p.read_bytes() for p in out.iterdir() if p.name in before} and not list(out.glob("*.tmp"))
+    again = start(out, data_dir, max_steps=50, init="resume", **settings)
+    assert again.wait(100) == 0
+    assert whole(out)["step"] == 50
+
+
+@pytest.mark.slow
+def test_a_suspended_run_goes_on_and_keeps_its_budget(tmp_path, data_dir):
+    """SIGSTOP for a third of the budget: the time counts, the learning rate still ends at 0, nothing breaks."""
+    seconds = 24
+    process = start(tmp_path / "out", data_dir, budget_hours=seconds / 3600, evals=4)
+    while not (tmp_path / "out" / "ckpt.pt").exists():
+        time.sleep(0.05)
+    time.sleep(3)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds / 3)
+    process.send_signal(signal.SIGCONT)
+    said, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, said
+    rows = record.read_log(tmp_path / "out")
+    gap = max(b["elapsed_s"] - a["elapsed_s"] for a, b in itertools.pairwise(rows))
+    assert gap > seconds / 3 - 1 and rows[-1]["elapsed_s"] <= seconds and rows[-1]["lr"] < 0.1 * module.lr
+
+
+def test_a_spike_does_not_ruin_a_run(train, monkeypatch):
+    """One batch whose loss counts a million times as much: with clipping the end is that of an undisturbed run."""
+    ends = []
+    monkeypatch.setattr(train, "max_steps", 120)
+    val = Rows(Path(train.data_dir) / "val.bin", load_meta(train.data_dir)["counts"]["val_rows"], 128, 600)
+    sets = module.held_out(val.read(0, val.count), 8)
+    for factor in (1.0, 1e6):
+        run = new_run(train)
+        loss = run.loss
+        for step in range(120):
+            run.loss = loss
+            if step == 60:
+                run.loss = lambda *batch, loss=loss, factor=factor: loss(*batch) * factor
+            assert run.train_step(step / 120)
+            if step == 60:
+                norm = run.state["last"]["grad_norm"]
+        run.loss = loss
+        ends.append((run.held_out_loss(sets[15]), run.state["skipped"], norm))
+    (plain, _, norm), (spiked, skipped, large) = ends
+    assert large > 1e5 * norm
+    assert skipped == 0 and plain < 5.6
+    assert spiked == pytest.approx(plain, abs=0.05)
+
+
+def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, tmp_path):
+    """Rows that vanish: one line, and a checkpoint of the last whole step."""
+    monkeypatch.setattr(module.signal, "signal", lambda *handler: None)  # pytest keeps its own
+    copy = shutil.copytree(data_dir, tmp_path / "data")
+    monkeypatch.setattr(train, "data_dir", str(copy))
+    monkeypatch.setattr(train, "max_steps", 30)
+    step = module.Run.train_step
+
+    def shrink(run, progress):
+        if run.state["step"] == 7:
+            (copy / "train.bin").write_bytes((copy / "train.bin").read_bytes()[:-2])
+            run.ahead = (-1, None)
+        return step(run, progress)
+
+    monkeypatch.setattr(module.Run, "train_step", shrink)
+    with pytest.raises(SystemExit, match=r"train.bin has \d+ bytes where meta.json says"):
+        module.main()
+    assert whole(Path(train.out_dir))["step"] == 7
+
+
+def test_what_is_lost_is_said(tmp_path, data_dir, capsys):
+    run = SimpleNamespace(folder=tmp_path / "out", before=100.0, state={"step": 10})
+    record.begin(run, data_dir, {"init": "scratch"}, {}, resumed=False)
+    for step in (5, 10, 15, 20):
+        record.append_row(run.folder, {"elapsed_s": 10.0 * step, "step": step, "tokens": 1, "skipped": 0})
+    run.lock.close()
+    capsys.readouterr()
+    record.begin(run, data_dir, {"init": "resume"}, {}, resumed=True)
+    assert (
+        capsys.readouterr().out == "resumed at step 10, 0.03 hours into the run; 100 s after its checkpoint are lost\n"
+    )
+    assert [row["step"] for row in record.read_log(run.folder)] == [5, 10]
+
+
+def test_two_processes_never_write_one_folder(tmp_path, data_dir, corpus):
+    """The second train.py and the second prepare.py are refused; a finished or killed one is in nobody's way."""
+    first = start(tmp_path / "out", data_dir, max_steps=100000)
+    while not (tmp_path / "out" / "ckpt.pt").exists():
+        time.sleep(0.02)
+    for init in ("scratch", "resume"):
+        second = start(tmp_path / "out", data_dir, max_steps=3, init=init)
+        said, _ = second.communicate(timeout=100)
+        assert second.returncode == 1 and "run.json is in use by another process" in said.splitlines()[-1]
+    first.kill()
+    first.wait()
+    third = start(tmp_path / "out", data_dir, max_steps=3)
+    assert third.wait(100) == 0 and (tmp_path / "out.1" / "ckpt.pt").exists()
+
+    partial = tmp_path / "data.partial"
+    partial.mkdir()
+    with disk.Lock(partial):
+        second = script("prepare.py", source=corpus, data_dir=tmp_path / "data", **SMALL_DATA)
+        assert second.returncode == 1 and "data.partial is in use by another process" in last_line(second)
+
+
+def test_two_writers_of_one_glue_json_lose_nothing(tmp_path):
+    """Four processes, each adding its runs one by one."""
+    code = """
+import sys, record
+for i in range(12):
+    run = {"task": "cola", "seed": 12 * int(sys.argv[2]) + i, "rows": {}, "data": "d", "scores": {"matthews": 1.0},
+           "predictions": {}, "date": "", "device": ""}
+    record.add_glue_runs(sys.argv[1], {"system": "x", "weights": "w", "protocol": {}}, [run])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    streams = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    writers = [subprocess.Popen([*command, f"{i}"], **streams) for i in range(4)]
+    for writer in writers:
+        assert writer.wait(100) == 0, writer.stderr.read()
+    assert len(record.glue_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}})) == 48
+
+
+# Files made to harm, or of another time
+
+
+@pytest.fixture
+def saved(train, monkeypatch):
+    """(a Run, its checkpoint as a dict, a function that writes a dict as ckpt.pt and restores from it)."""
+    monkeypatch.setattr(train, "max_steps", 40)
+    run = new_run(train)
+    record.open_out(run.folder)
+    for step in range(3):
+        run.train_step(step / 40)
+    run.save(required=True)
+    good = torch.load(run.folder / "ckpt.pt", weights_only=True)
+
+    def restore(ckpt):
+        torch.save(ckpt, run.folder / "ckpt.pt")
+        before = {k: v.clone() for k, v in run.model.state_dict().items()}
+        try:
+            checkpoint.restore(run, "muon")
+        finally:
+            assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+
+    return run, good, restore
+
+
+NAME = "model.layers.1.attn.Wq.weight"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda c: c["model"].update(extra=torch.ones(2)), "does not fit: extra is unknown"),
+    (lambda c: c["model"].pop(NAME), f"does not fit: {NAME} is missing"),
+    (lambda c: c["model"].update({NAME: torch.ones(3, 4)}), r"is of shape \(3, 4\), not \(32, 32\)"),
+    (lambda c: c["model"][NAME].fill_(float("nan")), f"does not fit: {NAME} is not finite everywhere"),
+    (lambda c: c["optimizers"].pop(), "does not fit: 1 optimisers, not 2"),
+    (lambda c: c["optimizers"][1][0].update(momentum_buffer=torch.ones(2, 2)), "0 of Muon, momentum_buffer is"),
+    (lambda c: c["optimizers"][0][0]["exp_avg"].fill_(float("inf")), "of parameter 0 of AdamW, exp_avg is not finite"),
+    (lambda c: c["state"].update(step="3"), "does not fit: step='3'"),
+    (lambda c: c["state"].update(row=-5), "does not fit: row=-5"),
+    (lambda c: c.update(elapsed=float("nan")), "does not fit: elapsed=nan"),
+    (lambda c: c["state"].pop("row"), "is damaged or no checkpoint of train.py: KeyError"),
+    (lambda c: c.update(version=2), "is of version 2, not 1: use the commit that run.json names"),
+    (lambda c: c["config"].update(n_experts=8), "has a setting n_experts, unknown here: use the commit"),
+    (lambda c: c["config"].update(n_layer=3), "type --n_layer=3"),
+    (lambda c: c.clear(), "is damaged or no checkpoint")])  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(saved, change, message):
+    _, good, restore = saved
+    change(good)
+    with pytest.raises(SystemExit, match=message) as e:
+        restore(good)
+    assert "\n" not in str(e.value)
+
+
+def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path):
+    run, good, restore = saved
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    with pytest.raises(SystemExit, match=r"is damaged or no checkpoint of train\.py: UnpicklingError"):
+        restore(good | {"state": Bomb()})
+    (run.folder / "ckpt.pt").write_bytes(pickle.dumps(Bomb(), 2))
+    with pytest.raises(SystemExit, match="is damaged or no checkpoint"):
+        checkpoint.restore(run, "muon")
+    assert not (tmp_path / "exploded").exists()
+    pickle.loads(pickle.dumps(Bomb(), 2))
+    assert (tmp_path / "exploded").exists()  # it would have
+
+
+@settings(max_examples=15, deadline=None)
+@given(configs())
+def test_a_checkpoint_of_any_architecture_comes_back(tmp_path_factory, config):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = MaskedLM(config)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        run = SimpleNamespace(
+            model=model, folder=path, state={"step": 3}, before=0.0, scaler=scaler, elapsed=lambda: 4.5
+        )
+        run.meta = {"sha256": {"train.bin": "abc"}}
+        run.optimizers = module.build_optimizers(dict(model.named_parameters()))
+        ids = torch.randint(4, config.vocab_size, (2, 5))
+        model(ids).square().sum().backward()
+        for o in run.optimizers:
+            o.step()
+        return run
+
+    path = tmp_path_factory.mktemp("any")
+    a, b = make(0), make(1)
+    checkpoint.write(a, "muon")
+    checkpoint.restore(b, "muon")
+    assert all(torch.equal(v, b.model.state_dict()[k]) for k, v in a.model.state_dict().items())
+    for x, y in zip(a.optimizers, b.optimizers, strict=True):
+        x, y = x.state_dict()["state"], y.state_dict()["state"]
+        assert all(torch.equal(x[i][k], y[i][k]) for i in x for k in x[i])
+    assert b.before == 4.5
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda s: s.update(extra=torch.ones(2)), "extra is unknown"),
+    (lambda s: s.pop("head.dense.weight"), "head.dense.weight is missing"),
+    (lambda s: s.update({"head.dense.weight": torch.ones(3)}), "head.dense.weight is of shape"),
+    (lambda s: s["head.dense.weight"].fill_(float("nan")), "head.dense.weight is not finite everywhere")])  # fmt: skip
+def test_a_model_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, message):
+    folder_module.save(
+        MaskedLM(next(iter([module.ModelConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=8, n_inner=8)]))), tmp_path
+    )
+    state = load_file(tmp_path / "model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        folder_module.load(tmp_path)
+
+
+PATHS = ["vocab_size", "seq_len", "counts", "counts rows", "counts val_rows", "counts val_tokens",
+         "counts val_characters", "sha256", "sha256 train.bin", "sha256 val.bin"]  # fmt: skip
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=5), st.lists(st.integers())
+)
+
+
+@given(st.sampled_from(PATHS), st.one_of(JUNK, st.just("GONE")))
+def test_any_field_of_meta_json_may_be_broken(data_dir, tmp_path_factory, path, value):
+    """Never a traceback: one line, or, where the value happens to work, what is there."""
+    copy = tmp_path_factory.mktemp("meta")
+    for name in ("val.bin", "tokenizer.json"):
+        shutil.copy(data_dir / name, copy)
+    meta = json.loads((data_dir / "meta.json").read_text())
+    *way, last = path.split()
+    inner = meta
+    for key in way:
+        inner = inner[key]
+    if value == "GONE":
+        del inner[last]
+    else:
+        inner[last] = value
+    (copy / "meta.json").write_text(json.dumps(meta))
+    try:
+        found = load_meta(copy, vocab_size=600, seq_len=128)
+    except SystemExit as e:
+        assert "\n" not in str(e)
+    else:
+        numbers = [found["counts"][k] for k in ("rows", "val_rows", "val_tokens", "val_characters")]
+        assert found["vocab_size"] == 600 and all(type(n) is int and n > 0 for n in numbers)
+
+
+# Text made to harm
+
+
+def hostile(folder, text, line_mb):
+    """Files that something is wrong with, beside a good one; the names of those that cannot be read to their end."""
+    import gzip
+
+    import pyarrow
+    import pyarrow.parquet
+
+    folder.mkdir()
+    bytes_ = {
+        "a_good.txt": text.encode(), "b_invalid_utf8.txt": text[:9000].encode() + b"\xff\xfe\x80 \xc3\x28 go on\n\n",
+        "c_nul.txt": ("a\0b \0\0 " + text[:9000]).encode(), "e_empty.txt": b"", "f_blank.txt": b"\n\n  \n\t\n\n",
+        "d_one_line.txt": (text.replace("\n", " ") * (line_mb * 10**6 // len(text) + 1))[: line_mb * 10**6].encode(),
+        "g_spaces.txt": b"before" + b" " * 10**6 + b"after\n\n" + b"x" * 10**6,
+        "h_bom.txt": b"\xef\xbb\xbf" + text[:900].encode(),
+        "i_crlf.txt": text[:9000].replace("\n", "\r\n").encode(), "j_null.jsonl": b'{"text": null}\n{"text": "fine"}\n',
+        "p_cut.txt.gz": gzip.compress(text.encode())[:-3000], "q_no_gzip.txt.gz": b"plain text " * 9,
+        "r_broken.jsonl": b'{"text": "fine"}\n{"text": oops}\n', "t_no_parquet.parquet": b"PAR1 not really",
+    }  # fmt: skip
+    for name, content in bytes_.items():
+        (folder / name).write_bytes(content)
+    pyarrow.parquet.write_table(pyarrow.table({"title": ["x"]}), folder / "s_no_text.parquet")
+    return {name for name in os.listdir(folder) if "p" <= name[0] <= "t"}
+
+
+@pytest.mark.parametrize("line_mb", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_hostile_text(tmp_path, texts, line_mb):
+    bad = hostile(tmp_path / "in", "\n\n".join(text[:5000] for text in texts[:30]), line_mb)
+    done = script("prepare.py", source=tmp_path / "in" / "*", data_dir=tmp_path / "out", **SMALL_DATA)
+    assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
+    meta = load_meta(tmp_path / "out")
+    assert {os.path.basename(path) for path in meta["errors"]} == bad
+    assert all(done.stdout.count(f"{name} could not be read to its end: ") == 1 for name in bad)
+    assert meta["counts"]["characters_read"] > line_mb * 10**6
+    rows = np.fromfile(tmp_path / "out" / "train.bin", np.uint16)
+    assert len(rows) == meta["counts"]["rows"] * 128 and rows.max() < 600
+    print(f"\n{len(os.listdir(tmp_path / 'in'))} files, {len(bad)} of them refused by name")
+
+
+def test_line_ends_and_threads_change_nothing(tmp_path, corpus):
+    text = corpus.read_bytes()
+    (tmp_path / "unix.txt").write_bytes(text)
+    (tmp_path / "windows.txt").write_bytes(text.replace(b"\n", b"\r\n"))
+    for name, threads in (("unix", 1), ("windows", 3)):
+        done = script(
+            "prepare.py", source=tmp_path / f"{name}.txt", data_dir=tmp_path / name, threads=threads, **SMALL_DATA
+        )
+        assert done.returncode == 0, done.stdout
+    for file in ("tokenizer.json", "train.bin", "val.bin"):
+        assert (tmp_path / "unix" / file).read_bytes() == (tmp_path / "windows" / file).read_bytes()
+
+
+@pytest.mark.slow
+def test_prepare_killed_at_any_moment(tmp_path, corpus, data_dir):
+    """Nothing that looks finished is ever there before it is, and in the end all is as it should be."""
+    folder, rng, kills = tmp_path / "data", random.Random(1), 0
+    flags = [f"--{k}={v}" for k, v in SMALL_DATA.items()]
+    command = [sys.executable, str(ROOT / "prepare.py"), f"--source={corpus}", f"--data_dir={folder}", *flags]
+    while kills < 25:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not folder.with_name("data.partial").exists():
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 1.5))
+        process.kill()
+        process.wait()
+        kills += 1
+        if folder.exists():  # it was faster: whole, then
+            load_meta(folder)
+            for name in ("tokenizer.json", "train.bin", "val.bin"):
+                assert (folder / name).read_bytes() == (data_dir / name).read_bytes()
+            shutil.rmtree(folder)
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, check=True).returncode == 0
+    for name in ("tokenizer.json", "train.bin", "val.bin"):
+        assert (folder / name).read_bytes() == (data_dir / name).read_bytes()
+    print(f"\n{kills} kills of prepare.py")
+
+
+# Long runs and large files
+
+
+@pytest.mark.parametrize("edge", [2**31, 2**32])
+def test_rows_across_the_edges_of_32_bits(tmp_path, edge):
+    """A sparse file with rows of known tokens on both sides of the edge, read one by one and at once."""
+    path, T = tmp_path / "train.bin", 128
+    count, at = edge // (2 * T) + 4, edge // (2 * T)
+    with open(path, "wb") as f:
+        f.truncate(count * 2 * T)
+        for i in range(-2, 3):
+            f.seek((at + i) * 2 * T)
+            f.write(np.full(T, 50 + i, dtype=np.uint16).tobytes())
+    rows = Rows(path, count, T, 600)
+    assert rows.read(at - 2, 5)[:, 7].tolist() == [48, 49, 50, 51, 52]
+    assert [rows.read(at + i, 1)[0, 127].item() for i in (-1, 0, 1)] == [49, 50, 51]
+    assert rows.read(count - 1, 2)[:, 0].tolist() == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_long_run_grows_neither_in_memory_nor_in_files(tmp_path, data_dir):
+    """20,000 steps; memory by a straight line through the second half, open files at its ends."""
+    process = start(
+        tmp_path / "out", data_dir, max_steps=20000, samples="", checkpoint_minutes=0.2, log_every=10, n_layer=1
+    )
+    seen = []
+    while process.poll() is None:
+        try:
+            kb = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * 4
+            files = len(os.listdir(f"/proc/{process.pid}/fd"))
+            with open(tmp_path / "out" / "log.csv") as f:
+                step = int(list(csv.reader(f))[-1][1])
+            seen.append((step, kb, files))
+        except (OSError, ValueError, IndexError):
+            pass
+        time.sleep(1)
+    assert process.returncode == 0, process.communicate()[0]
+    half = [s for s in seen if s[0] > 10000]
+    slope = np.polyfit([s[0] / 1000 for s in half], [s[1] for s in half], 1)[0]
+    early = seen[len(seen) // 4]
+    print(f"\nRSS {early[1] / 1024:.0f} MB at step {early[0]:,}, {half[-1][1] / 1024:.0f} MB at the end, "
+          f"{slope:+.1f} kB per 1,000 steps; {half[0][2]} and {half[-1][2]} open files")  # fmt: skip
+    assert abs(slope) < 500 and max(s[2] for s in half) <= min(s[2] for s in half) + 2

@@ -164,8 +164,8 @@ def read_glue(folder):
     try:
         systems = json.loads(path.read_text(encoding="utf-8"))["systems"] if path.exists() else []
         for s in systems:
-            keys = {"task", "seed", "rows", "data", "scores", "predictions", "date", "device"}
-            if not {"system", "weights", "protocol"} <= s.keys() or any(keys - r.keys() for r in s["runs"]):
+            keys = "task seed rows data scores predictions date device rows_per_second padded"
+            if not {"system", "weights", "protocol"} <= s.keys() or any({*keys.split()} - r.keys() for r in s["runs"]):
                 raise ValueError("a run without all of its facts")
         return systems
     except (ValueError, LookupError, TypeError, AttributeError) as e:

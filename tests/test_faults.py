@@ -221,8 +221,9 @@ def test_two_writers_of_one_glue_json_lose_nothing(tmp_path):
     code = """
 import sys, record
 for i in range(12):
-    run = {"task": "cola", "seed": 12 * int(sys.argv[2]) + i, "rows": {}, "data": "d", "scores": {"matthews": 1.0},
-           "predictions": {}, "date": "", "device": ""}
+    run = {"task": "cola", "seed": 12 * int(sys.argv[2]) + i, "rows": {"train": 8551, "dev": 1043}, "data": "d",
+           "scores": {"matthews": 1.0}, "predictions": {}, "date": "", "device": "", "rows_per_second": 1.0,
+           "padded": 0.0}
     record.add_glue_runs(sys.argv[1], {"system": "x", "weights": "w", "protocol": {}}, [run])
 """
     command = [sys.executable, "-c", code, str(tmp_path)]

@@ -31,6 +31,7 @@ def load_meta(folder, **wanted):
         numbers += [meta["counts"][k] for k in ("rows", "val_rows", "val_tokens", "val_characters")]
         if not all(type(n) is int and n > 0 for n in numbers):
             raise ValueError("sizes that cannot be")
+        meta["settings"]["source"], meta["settings"]["normalisation"], meta["counts"]["kept"]  # for the model card
         sums = {name: meta["sha256"][name] for name in ("train.bin", "val.bin", "tokenizer.json")}
     except (OSError, ValueError, LookupError, TypeError) as e:
         sys.exit(f"{path} is broken ({e!r:.80}): delete {folder} and run prepare.py again")

@@ -10,10 +10,10 @@ seed's scores; a run that was stopped does what is not in there yet.
 """
 
 import difflib
-import hashlib
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -29,6 +29,7 @@ tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # with commas between; wnli, wh
 seeds = 5                    # fine-tunings of each task, which differ in fresh layers, dropout and order of the rows
 epochs = 5                   # passes over a task's training data
 baseline = ""                # instead of the model: scratch (the same without pre-training) | hf:PATH_OR_NAME
+save_models = False          # keep the classifier of each task's first seed, as MODEL/TASK, a model folder
 predict_test = False         # write the files for gluebenchmark.com too; what was done without them is repeated
 glue_batch = 16              # rows per optimiser step
 glue_lr = 4e-5               # peak learning rate of AdamW
@@ -52,13 +53,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import card
 import glue
 import machine
 import record
 from data import Ragged, batches_by_length
-from folder import load
+from folder import load, save
 from model import Classifier, MaskedLM
-from tokenizer import CLS, PAD, SEP, Tokenizer
+from tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values: a table names what a run did otherwise.
 PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_beta2": 0.98, "glue_eps": 1e-6, "glue_weight_decay": 0.0,
@@ -83,26 +85,14 @@ class System:
     paper: dict  # settings of the paper that apply to it
 
 
-def fingerprint(*parts):
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else str(part).encode())
-    return digest.hexdigest()[:16]
-
-
-def truncated(lengths, limit):
-    """How much of one or two texts of these lengths fits into limit tokens: the longer gives first."""
-    short = min(*lengths, limit // 2) if len(lengths) == 2 else 0
-    long = min(max(lengths), limit - short)
-    return [long] if len(lengths) == 1 else [short, long] if lengths[0] <= lengths[1] else [long, short]
-
-
 def ours(folder, scratch):
     """The System of a model folder of train.py; exits with one line if it is none, or its parts do not match."""
     try:
         pretrained, tokenizer = load(folder), Tokenizer(Path(folder) / "tokenizer.json")
     except ValueError as e:
         sys.exit(str(e))
+    if isinstance(pretrained, Classifier):
+        sys.exit(f"{folder} is fine-tuned already: name the folder that train.py wrote")
     config = replace(pretrained.config, dropout=glue_dropout)
     if tokenizer.vocab_size != config.vocab_size:
         sys.exit(f"{folder}: the tokenizer has {tokenizer.vocab_size} entries, the model {config.vocab_size}: they do "
@@ -123,8 +113,9 @@ def ours(folder, scratch):
             masked_lm.load_state_dict(pretrained.state_dict())
         return Classifier(masked_lm, n_outputs, glue_dropout)
 
-    name, key = Path(folder).resolve().name, fingerprint((Path(folder) / "tokenizer.json").read_bytes())
-    weights = fingerprint(key, asdict(config), b"" if scratch else (Path(folder) / "model.safetensors").read_bytes())
+    name, key = Path(folder).resolve().name, glue.fingerprint((Path(folder) / "tokenizer.json").read_bytes())
+    tensors = b"" if scratch else (Path(folder) / "model.safetensors").read_bytes()
+    weights = glue.fingerprint(key, asdict(config), tensors)
     name = f"{name} without pre-training" if scratch else name
     return System(name=name, weights=weights, tokenizer=key, encode=encode, pad=PAD, two_types=config.token_types > 1,
                   build=build, batch=glue_batch, lr=glue_lr, paper=PAPER_OURS)  # fmt: skip
@@ -181,8 +172,8 @@ def hugging_face(name):
     def build(n_outputs):
         return HuggingFace(name, n_outputs, local_files_only=True)
 
-    weights = fingerprint(words, config.to_json_string(), *(t.numpy().tobytes() for t in base.values()))
-    return System(name=name, weights=weights, tokenizer=fingerprint(words, two_types), encode=encode,
+    weights = glue.fingerprint(words, config.to_json_string(), *(t.numpy().tobytes() for t in base.values()))
+    return System(name=name, weights=weights, tokenizer=glue.fingerprint(words, two_types), encode=encode,
                   pad=tokenizer.pad_token_id, two_types=two_types, build=build, batch=hf_batch, lr=hf_lr,
                   paper=PAPER_HF)  # fmt: skip
 
@@ -193,7 +184,7 @@ def tokenised(system, task, split):
     Arrays; source is a fingerprint of texts and labels. Raises what glue.read raises."""
     part = glue.AX if task == "ax" else glue.TASKS[task]
     source = glue.find(part, split, glue_dir).read_bytes() if glue_dir else "hub"
-    key = fingerprint("format 3", system.tokenizer, glue_seq_len, task, split, source)
+    key = glue.fingerprint("format 3", system.tokenizer, glue_seq_len, task, split, source)
     path = Path(glue_cache) / f"{task}-{split}-{key}.npz"
     if glue_cache and path.exists():
         try:
@@ -206,7 +197,7 @@ def tokenised(system, task, split):
     arrays = {"ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
               "length": np.array([len(ids) for ids, _ in rows]), "first": np.array([first for _, first in rows]),
               "labels": np.zeros(0) if labels is None else labels,
-              "source": np.array(fingerprint(*texts, b"" if labels is None else labels.tobytes()))}  # fmt: skip
+              "source": np.array(glue.fingerprint(*texts, b"" if labels is None else labels.tobytes()))}  # fmt: skip
     if glue_cache:
         path.parent.mkdir(parents=True, exist_ok=True)
         mine = path.with_name(f"{os.getpid()}-{path.name}")  # another process may be writing the same
@@ -318,7 +309,7 @@ def facts_of(name, splits):
 def predictions(splits, folder):
     """{file of a submission: fingerprint of the test set it answers and of what it says}, of those in folder."""
     paths = {file: folder / file for file in splits if file in glue.SUBMISSION}
-    return {file: fingerprint(splits[file]["source"], p.read_bytes()) for file, p in paths.items() if p.exists()}
+    return {file: glue.fingerprint(splits[file]["source"], p.read_bytes()) for file, p in paths.items() if p.exists()}
 
 
 def is_done(run, name, seed, splits, folder):
@@ -347,6 +338,10 @@ def run_once(system, name, seed, splits, folder, dev, amp_dtype, tick):
             scores = glue.score(name, splits[split]["labels"], outputs)
             end = "_mm" if split.endswith("mismatched") else ""
             run["scores"] |= {key + end: value for key, value in scores.items()}
+    if save_models and not baseline and seed == 0:
+        save(net, Path(model) / name, task.labels)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(model) / file, Path(model) / name)
     return run | {"predictions": predictions(splits, folder / f"seed{seed}")}
 
 
@@ -377,6 +372,8 @@ def main():
     def done(jobs):
         """The runs in glue.json that are those of jobs."""
         runs = record.glue_runs(folder, entry)
+        if save_models and not baseline:
+            jobs = [(t, seed) for t, seed in jobs if seed or (folder / t / "model.safetensors").exists()]
         return {job: run for job in jobs for run in runs if is_done(run, *job, splits[job[0]], answers)}
 
     if found := done(every):
@@ -400,6 +397,7 @@ def main():
     bar.close()
     if predict_test:
         glue.write_submission(answers, [*done(every).values()])
+    card.write(folder)
     print("", *glue.table(record.glue_systems(folder)), "", sep="\n")
     print(f"{folder}: glue.md (this table, and each score's spread), glue.json")
     if failed:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from disk import write_beside
-from model import ROPE_THETA, MaskedLM, ModelConfig
+from model import ROPE_THETA, Classifier, MaskedLM, ModelConfig
 
 
 def not_native(config):
@@ -24,14 +24,21 @@ def not_native(config):
     return ", ".join(f"{k}={getattr(config, k)}" for k, v in works.items() if getattr(config, k) not in v)
 
 
-def folder_config(config):
-    """The dict of config.json: ModernBERT's own keys where the model is one, and ours under "nanocram" always."""
+def folder_config(config, labels=None):
+    """The dict of config.json: ModernBERT's own keys where the model is one, and ours under "nanocram" always.
+
+    labels: of a Classifier, the names of its outputs; () for a regression."""
     ours = {"nanocram": asdict(config)}
+    if labels is not None:
+        names = dict(enumerate(labels or ("LABEL_0",)))
+        ours |= {"id2label": names, "label2id": {name: i for i, name in names.items()}, "classifier_dropout": 0.1,
+                 "problem_type": "single_label_classification" if labels else "regression"}  # fmt: skip
     if not_native(config):
         return {"model_type": "nanocram", **ours}
+    kind = "ForMaskedLM" if labels is None else "ForSequenceClassification"
     relu2 = config.activation == "relu2"  # relu(a) · g with a = g = Wi x is relu², exactly: Wi is stored twice
     return {
-        "architectures": ["ModernBertForMaskedLM"], "model_type": "modernbert", "dtype": "float32",
+        "architectures": [f"ModernBert{kind}"], "model_type": "modernbert", "dtype": "float32",
         "vocab_size": config.vocab_size, "hidden_size": config.n_embd, "intermediate_size": config.n_inner,
         "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head,
         "max_position_embeddings": config.max_seq_len, "hidden_activation": "relu" if relu2 else "gelu",
@@ -63,11 +70,13 @@ def from_folder_keys(state, config):
             state[key.replace("Wqkv", name)] = part
     if config.activation == "relu2" and not not_native(config):
         state |= {k: v.chunk(2)[0] for k, v in state.items() if ".mlp.Wi." in k}
-    return state | {"decoder.weight": state["model.embeddings.tok_embeddings.weight"]}
+    return state
 
 
-def save(model, folder):
-    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, each beside its goal and renamed."""
+def save(model, folder, labels=None):
+    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, each beside its goal and renamed.
+
+    With labels, the names of its outputs or () for a regression, of a Classifier."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -81,7 +90,8 @@ def save(model, folder):
     folder.mkdir(parents=True, exist_ok=True)
     state = to_folder_keys({k: plain(v) for k, v in model.state_dict().items()}, model.config)
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
-    write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(folder_config(model.config), indent=2)))
+    config = folder_config(model.config, labels)
+    write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(config, indent=2)))
     write_beside(folder / "model.safetensors", write)
 
 
@@ -103,15 +113,20 @@ def complaint(state, wanted):
 
 
 def load(folder, device="cpu"):
-    """The MaskedLM saved in folder, in evaluation mode. Raises ValueError with what is wrong and what to type."""
+    """The MaskedLM or Classifier in folder, in evaluation mode. Raises ValueError: what is wrong and what to type."""
     from safetensors.torch import load_file
 
     try:
-        config = ModelConfig(**json.loads((Path(folder) / "config.json").read_text())["nanocram"])
-        model, state = MaskedLM(config), load_file(Path(folder) / "model.safetensors")
-        if wrong := complaint(state, to_folder_keys(model.state_dict(), config)):
+        settings = json.loads((Path(folder) / "config.json").read_text())
+        model, state = MaskedLM(ModelConfig(**settings["nanocram"])), load_file(Path(folder) / "model.safetensors")
+        if "id2label" in settings:
+            model = Classifier(model, len(settings["id2label"]))
+        if wrong := complaint(state, to_folder_keys(model.state_dict(), model.config)):
             raise ValueError(wrong)
-        model.load_state_dict(from_folder_keys(state, config))
+        state = from_folder_keys(state, model.config)
+        if isinstance(model, MaskedLM):
+            state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
+        model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
         raise ValueError(f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}") from None
     return model.to(device).eval()

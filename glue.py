@@ -7,6 +7,7 @@ An official download is a folder with TASK/train.tsv and so on, each file plain 
 """
 
 import gzip
+import hashlib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,14 @@ THREE = ("entailment", "neutral", "contradiction")
 MNLI_ROWS = {
     "train": 392702, "dev_matched": 9815, "dev_mismatched": 9832, "test_matched": 9796, "test_mismatched": 9847,
 }  # fmt: skip
+
+
+def fingerprint(*parts):
+    """16 hexadecimal digits that stand for parts: bytes, or anything with a text of its own."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else str(part).encode())
+    return digest.hexdigest()[:16]
 
 
 def sizes(train, dev, test):

@@ -267,7 +267,7 @@ class Classifier(nn.Module):
 
     def __init__(self, masked_lm, n_labels, dropout=0.1):
         super().__init__()
-        width = masked_lm.config.n_embd
+        self.config, width = masked_lm.config, masked_lm.config.n_embd
         self.model = masked_lm.model
         pooler = nn.Sequential(nn.Linear(width, width), nn.Tanh()).apply(init_weights)
         self.head = masked_lm.head if masked_lm.config.head_transform else pooler

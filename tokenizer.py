@@ -153,3 +153,10 @@ class Tokenizer:
 
     def decode(self, ids):
         return self.encoding.decode([int(i) for i in ids])
+
+
+def truncated(lengths, limit):
+    """How much of one or two texts of these lengths fits into limit tokens: the longer gives first."""
+    short = min(*lengths, limit // 2) if len(lengths) == 2 else 0
+    long = min(max(lengths), limit - short)
+    return [long] if len(lengths) == 1 else [short, long] if lengths[0] <= lengths[1] else [long, short]

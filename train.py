@@ -92,6 +92,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a typ
 import numpy as np
 import torch
 
+import card
 import checkpoint
 import host
 import machine
@@ -369,6 +370,7 @@ def main():
         parameters = sum(w.numel() for w in run.weights.values())
         facts = {"parameters": parameters, "flops_per_token": run.flops_per_token, "matmul_flops": peak,
                  "amp_dtype": str(amp_dtype), "data": meta["sha256"]["train.bin"], "processes": parallel.WORLD,
+                 "corpus": {key: meta["settings"][key] for key in ("source", "normalisation")} | meta["counts"],
                  **machine.describe(dev)}  # fmt: skip
         everything = {name: globals()[name] for name in settings(__file__)}
         record.begin(run, data_dir, everything, facts, init == "resume")
@@ -466,6 +468,7 @@ def report(run, val, tokenizer, peak, first_row):
     print(f"held-out loss {val['val_loss_15']:.4f} at 15 % masked, {val['val_loss_25']:.4f} at 25 %; "
           f"{val['val_nats_per_char']:.4f} nats per character")  # fmt: skip
     run.save(required=True)
+    card.write(run.folder)
     seconds["before the resume"] = run.before
     seconds["other"] = run.elapsed() - sum(seconds.values())
     speed = (state["row"] - first_row) * seq_len / max(1e-9, seconds["training"])

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from conftest import ROOT, SMALL_MODEL, last_line, script
 from safetensors.torch import load_file
 
+import card
 from data import fill_masks
 from folder import load
-from record import COLUMNS, read_log
+from record import COLUMNS, add_glue_runs, read_log
 from tokenizer import Tokenizer
 
 
@@ -37,8 +39,8 @@ def finished(tmp_path_factory, data_dir):
 
 def test_a_run_leaves_what_it_promises(finished, data_dir):
     out, printed = finished
-    names = "ckpt.pt config.json log.csv loss.png model.safetensors run.json tokenizer.json tokenizer_config.json"
-    assert sorted(p.name for p in out.iterdir()) == names.split()
+    names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json tokenizer.json"
+    assert sorted(p.name for p in out.iterdir()) == [*names.split(), "tokenizer_config.json"]
     run = json.loads((out / "run.json").read_text())
     assert run["settings"]["max_steps"] == 60 and run["settings"]["dropout"] == 0.1
     assert run["torch"] == torch.__version__
@@ -58,6 +60,31 @@ def test_a_run_leaves_what_it_promises(finished, data_dir):
     per_character = rows[-1]["val_loss_15"] * counts["val_tokens"] / counts["val_characters"]
     assert rows[-1]["val_nats_per_char"] == pytest.approx(per_character, rel=1e-4)
     assert rows[-1]["tokens"] * run["flops_per_token"] == pytest.approx(rows[-1]["flops"], rel=1e-4)
+
+
+def test_the_model_card(finished, tmp_path):
+    """Front matter that the Hub can read, the figures of the log, GLUE once there is some; an edited one is kept."""
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    path, last = out / "README.md", read_log(out)[-1]
+    text = path.read_text()
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["library_name"] == "transformers" and front["pipeline_tag"] == "fill-mask" and "license" in front
+    for wanted in (f"{last['val_loss_15']:.3f} nats per token", f"{last['tokens']:,} tokens", "60 steps", "corpus.txt"):
+        assert wanted in text
+    assert "GLUE" not in text
+    run = {"task": "rte", "seed": 0, "rows": {"train": 2490, "dev": 277}, "data": "d", "scores": {"accuracy": 51.25},
+           "predictions": {}, "date": "", "device": "", "rows_per_second": 1.0, "padded": 0.0}  # fmt: skip
+    add_glue_runs(out, {"system": "x", "weights": "w", "protocol": {}}, [run])
+    card.write(out)
+    with_glue = path.read_text()
+    assert "| 51.2 |" in with_glue and "without CoLA" in with_glue
+    path.write_text(with_glue.replace("license: other", "license: mit"))
+    card.write(out)
+    assert "license: mit" in path.read_text()
+    path.unlink()
+    (out / "log.csv").unlink()
+    card.write(out)
+    assert not path.exists()
 
 
 def test_the_model_folder_loads_in_transformers(finished):

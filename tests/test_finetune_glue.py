@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 
 import configurator
 import finetune_glue as ft
+import glue
 from data import Ragged, batches_by_length
-from folder import save
-from model import MaskedLM, ModelConfig
+from folder import load, save
+from model import Classifier, MaskedLM, ModelConfig
+from tokenizer import truncated
 
 SIZES = {"vocab_size": 600, "n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 48, "max_seq_len": 128}
 QUICK = {"seeds": 2, "epochs": 2, "glue_batch": 8, "dtype": "float32", "device": "cpu"}
@@ -91,7 +93,7 @@ def scores(model, system=0):
 @hypothesis_settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=2), st.integers(16, 64))
 def test_truncation_keeps_what_fits(lengths, limit):
-    kept = ft.truncated(lengths, limit)
+    kept = truncated(lengths, limit)
     assert sum(kept) == min(sum(lengths), limit) and all(0 < k <= n for k, n in zip(kept, lengths, strict=True))
 
 
@@ -456,3 +458,36 @@ def test_a_users_slip_is_one_line(model, glue_files, tmp_path, data_dir):
 def test_recipes_for_train_leak_nothing():
     ours, theirs = ({*configurator.settings(ROOT / name)} for name in ("finetune_glue.py", "train.py"))
     assert ours & theirs == {"device", "dtype"}
+
+
+def test_kept_classifiers_predict_the_same_in_transformers(model, glue_files):
+    """One sentence, pairs, a regression: logits of padded batches, and the dev scores of that seed in glue.json."""
+    done = run(model, glue_files, tasks="cola,mrpc,stsb", save_models=True)
+    assert done.returncode == 0, done.stdout
+    (system,) = json.loads((model / "glue.json").read_text())["systems"]
+    for name in ("cola", "mrpc", "stsb"):
+        task = glue.TASKS[name]
+        ours = load(model / name)
+        assert isinstance(ours, Classifier)
+        theirs, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+            model / name, output_loading_info=True
+        )
+        assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        assert theirs.config.num_labels == task.n_outputs
+        assert [*theirs.config.id2label.values()] == [*(task.labels or ("LABEL_0",))]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model / name)
+        texts, labels = glue.read(name, "dev", glue_files[0])
+        columns = map(list, zip(*texts, strict=True))
+        batch = tokenizer(*columns, padding=True, truncation=True, max_length=128, return_tensors="pt")
+        with torch.no_grad():
+            logits = theirs(**batch).logits
+            assert torch.allclose(ours(batch["input_ids"], batch["attention_mask"]), logits, atol=1e-5)
+        wanted = next(r["scores"] for r in system["runs"] if r["task"] == name and r["seed"] == 0)
+        assert glue.score(name, np.array(labels), logits.numpy()) == pytest.approx(wanted, abs=0.01)  # of 100
+    again = run(model, glue_files, tasks="cola,mrpc,stsb", save_models=True)
+    assert "6 of 6 fine-tunings are in" in again.stdout
+    shutil.rmtree(model / "cola")
+    again = run(model, glue_files, tasks="cola,mrpc,stsb", save_models=True)
+    assert "5 of 6 fine-tunings are in" in again.stdout and (model / "cola" / "model.safetensors").exists()
+    refused = run(model / "cola", glue_files)
+    assert refused.returncode == 1 and "is fine-tuned already" in refused.stdout

@@ -1,0 +1,90 @@
+"""The model card: README.md of a model folder, from what run.json, log.csv and glue.json say.
+
+    python -c "import card; card.write('out/tiny')"
+
+train.py writes it at the end of a run and finetune_glue.py after each fine-tuning; a card that was edited by hand is
+left alone.
+"""
+
+import json
+from pathlib import Path
+
+import glue
+import record
+from disk import write_beside
+
+CARD = """---
+library_name: transformers
+pipeline_tag: fill-mask
+language: en
+license: other  # yours to choose
+tags: [masked-lm, modernbert, cramming]
+---
+
+# {name}
+
+A masked language model of {parameters:,} parameters, trained from scratch by
+[nanocram](https://arxiv.org/abs/2212.14034) in {hours:.2f} of {budget:g} hours on one machine.
+
+{use}
+
+| | |
+| --- | --- |
+| text | `{source}`, {documents:,} documents, {normalisation} |
+| seen in training | {tokens:,} tokens in rows of {seq_len}, {epochs:.2f} epochs, {steps:,} steps |
+| held-out loss | {loss_15:.3f} nats per token at 15 % masked, {loss_25:.3f} at 25 %; {per_char:.3f} per character |
+| arithmetic | {flops:.3g} floating-point operations, in {amp_dtype} |
+| machine | {device}, torch {torch}, commit {commit} |
+| recipe | {recipe} |
+{glue}
+It knows what its text says, mistakes and prejudices included, and nothing else; it fills gaps and makes a start for
+fine-tuning, and is no source of facts. All settings are in `run.json`, every logged step is in `log.csv`.
+"""
+
+NATIVE = """```python
+from transformers import pipeline
+print(pipeline("fill-mask", model="{folder}")("the capital of france is [MASK]."))
+```"""
+OURS = """It is no architecture of `transformers`: read it with `folder.load("{folder}")` of nanocram."""
+
+
+def text(folder):
+    """The card of a run's folder; raises OSError, ValueError or LookupError where something of it is not there."""
+    folder = Path(folder)
+    run, rows = json.loads((folder / "run.json").read_text()), record.read_log(folder)
+    config, settings, corpus = json.loads((folder / "config.json").read_text()), run["settings"], run["corpus"]
+    last = next(row for row in reversed(rows) if "val_loss_15" in row)
+    recipe = ("n_layer", "n_head", "n_embd", "n_inner", "activation", "position", "optimizer", "schedule", "batch_size")
+    systems = record.glue_systems(folder)
+    table = ["", "## GLUE, dev sets", "", *glue.markdown(glue.summary(systems)[0]), ""] if systems else []
+    native = config["model_type"] == "modernbert"
+    return CARD.format(
+        name=folder.resolve().name, use=(NATIVE if native else OURS).format(folder=folder.name),
+        parameters=run["parameters"], hours=last["elapsed_s"] / 3600, budget=settings["budget_hours"],
+        source=corpus["source"], documents=corpus["kept"], normalisation=corpus["normalisation"],
+        tokens=last["tokens"], seq_len=settings["seq_len"], steps=last["step"],
+        epochs=last["tokens"] / settings["seq_len"] / corpus["rows"],
+        loss_15=last["val_loss_15"], loss_25=last["val_loss_25"],
+        per_char=last["val_nats_per_char"], flops=last["flops"], amp_dtype=run["amp_dtype"], device=run["device"],
+        torch=run["torch"], commit=run["commit"][:12], recipe=", ".join(f"{k}={settings[k]}" for k in recipe),
+        glue="\n".join(table),
+    )  # fmt: skip
+
+
+def sealed(body):
+    """A card with a last line by which it is known again, as long as nobody edits it."""
+    return f"{body}\n<!-- nanocram {glue.fingerprint(body)}: once edited, this card is left alone -->\n"
+
+
+def write(folder):
+    """Write README.md into folder, unless one is there that was edited, or the run has not come so far."""
+    path = Path(folder) / "README.md"
+    try:
+        new = sealed(text(folder))
+    except (OSError, ValueError, LookupError, StopIteration):
+        return
+    if path.exists():
+        old = path.read_text(encoding="utf-8")
+        if old != sealed(old[: old.rfind("\n<!-- nanocram ")]):
+            return
+    write_beside(path, lambda path: path.write_text(new, encoding="utf-8"))

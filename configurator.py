@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import math
 import sys
+import textwrap
 from pathlib import Path
 
 SCRIPTS = ("prepare.py", "train.py", "finetune_glue.py", "bench.py", "race.py")
@@ -36,6 +37,13 @@ def settings(script):
     return {k: v for k, v in assignments(script).items() if k.islower() and isinstance(v[0], bool | int | float | str)}
 
 
+def fold(line):
+    """A line in at most 100 columns; what does not fit goes below where its comment, if it has one, begins."""
+    at = line.find("  # ") + 2
+    indent = " " * at + "# " if at > 1 else " " * (4 if " = " in line else 0)
+    return textwrap.fill(line, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def configure(namespace, argv=None, also=""):
     """Set the settings in a script's globals() from argv: recipe files, --name=value, --name value, --help.
 
@@ -46,10 +54,12 @@ def configure(namespace, argv=None, also=""):
     known = {name for s in SCRIPTS if script.with_name(s).exists() for name in settings(script.with_name(s))} | {*block}
     args, asked = list(sys.argv[1:] if argv is None else argv), []  # asked: (where, name, value)
     if "--help" in args:
-        print(namespace["__doc__"].strip())
+        for part in namespace["__doc__"].strip().split("\n\n"):
+            lines = part.splitlines()
+            print(*map(fold, lines if any(line.startswith(" ") for line in lines) else [" ".join(lines)]), "", sep="\n")
         for path, part in blocks.items():
             lines, at = path.read_text(encoding="utf-8").splitlines(), [line for _, line in part.values()]
-            print("", *lines[min(at) - 1 : max(at)], sep="\n")
+            print(*map(fold, lines[min(at) - 1 : max(at)]), "", sep="\n")
         sys.exit(0)
     while args:
         name, equals, text = args.pop(0).partition("=")

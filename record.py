@@ -33,6 +33,12 @@ def begin(run, data_dir, settings, facts, resumed):
         drop_rows_after(run.folder, run.state["step"])
     write_run(run.folder, settings, facts)
     run.lock = Lock(run.folder / "run.json")  # until the run is over
+    if settings.get("wandb_project"):
+        try:
+            import wandb
+        except ImportError:
+            sys.exit("wandb_project is set, but wandb is not there: pip install wandb, or type --wandb_project=")
+        run.wandb = wandb.init(project=settings["wandb_project"], name=run.folder.name, config=settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         write_beside(run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
 

@@ -82,6 +82,7 @@ evals = 20                      # evaluations over the run, evenly spread, besid
 eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per row of log.csv
 checkpoint_minutes = 10.0       # between checkpoints
+wandb_project = ""              # log to this project of wandb.ai too (pip install wandb); '' = nowhere
 samples = "the capital of france is [MASK].|she opened the [MASK] and read the letter.|water [MASK] at 100 degrees."
 
 if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
@@ -173,7 +174,7 @@ class Run:
         self.seconds = dict.fromkeys(("training", "compiling", "evaluating", "saving"), 0.0)
         self.save_seconds = self.step_seconds = self.before = 0.0
         self.start = self.saved_at = time.monotonic()
-        self.stop = False
+        self.stop, self.wandb = False, None
 
     def compile(self, batch):
         """Compile the loss for training and, on a held-out batch, for evaluation; say so where that does not work."""
@@ -283,6 +284,8 @@ class Run:
             record.append_row(self.folder, row)
         except OSError as e:
             print(f"WARNING: cannot write to {self.folder}/log.csv, going on without: {e!r:.120}")
+        if self.wandb:
+            self.wandb.log(row, step=row["step"])
         state |= {"logged": state["step"], "loss_sum": 0.0, "loss_steps": 0}
 
     @torch.no_grad()
@@ -372,8 +375,7 @@ def main():
                  "amp_dtype": str(amp_dtype), "data": meta["sha256"]["train.bin"], "processes": parallel.WORLD,
                  "corpus": {key: meta["settings"][key] for key in ("source", "normalisation")} | meta["counts"],
                  **machine.describe(dev)}  # fmt: skip
-        everything = {name: globals()[name] for name in settings(__file__)}
-        record.begin(run, data_dir, everything, facts, init == "resume")
+        record.begin(run, data_dir, {k: globals()[k] for k in settings(__file__)}, facts, init == "resume")
         print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} "
               f"multiplies matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
         if batch_start // micro_batch % parallel.WORLD:

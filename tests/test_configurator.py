@@ -1,5 +1,6 @@
 import contextlib
 import io
+import re
 import subprocess
 import sys
 
@@ -121,9 +122,10 @@ def test_any_text_gives_the_right_type_or_one_line(tmp_path_factory, key, text, 
 def test_help_is_the_config_block_and_needs_no_torch(name):
     done = script(name, "--help")
     assert done.returncode == 0
+    unfolded = re.sub(r"\n +(# )?", " ", done.stdout)
     for setting, (default, _) in settings(ROOT / name).items():
         quoted = f'"{default}"' if isinstance(default, str) else str(default)
-        line = next(line for line in done.stdout.splitlines() if line.startswith(f"{setting} = "))
+        line = next(line for line in unfolded.splitlines() if line.startswith(f"{setting} = "))
         assert quoted in line or float(line.split("=")[1].split("#")[0]) == default
     probe = f"import sys, runpy; sys.argv = ['{name}', '--help']\n"
     probe += f"try: runpy.run_path('{name}', run_name='__main__')\nexcept SystemExit: print('torch' in sys.modules)"

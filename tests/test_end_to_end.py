@@ -99,10 +99,40 @@ def test_the_model_folder_loads_in_transformers(finished):
         difference = logits - model(**batch).logits
     assert difference[batch["attention_mask"].bool()].abs().max() < 1e-5 * logits.abs().max()
     pipe = transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=3)
-    for sentence in ("once upon a [MASK].", "[MASK] was very tired", "she said [MASK], and \"no\"."):
+    for sentence in ("once upon a [MASK].", "[MASK] was very tired", 'she said [MASK], and "no".'):
         words = fill_masks(ours, Tokenizer(out / "tokenizer.json"), sentence)
         assert [w for w, _ in words] == [answer["token_str"].strip() for answer in pipe(sentence)]
         assert [p for _, p in words] == pytest.approx([answer["score"] for answer in pipe(sentence)], rel=1e-4)
+
+
+@pytest.mark.parametrize("length", [20, 128, 512])
+def test_pairs_and_long_texts_in_transformers(finished, texts, length):
+    """Padded batches of pairs of real prose: hidden states, and the classifier, fresh but for the head it shares."""
+    out, _ = finished
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    pairs = [(texts[i][: 40 * i + 60], texts[i + 9][:3000]) for i in range(4)]
+    batch = tokenizer(*zip(*pairs, strict=True), padding=True, truncation=True, max_length=length, return_tensors="pt")
+    assert batch["input_ids"].shape == (4, length)
+    batch["attention_mask"][1, length // 2 :] = 0
+    ours, mask = load(out), batch["attention_mask"].bool()
+    theirs = transformers.AutoModel.from_pretrained(out)
+    classifier, report = transformers.AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert set(report["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert torch.equal(classifier.head.dense.weight, ours.head.dense.weight)
+    with torch.no_grad():
+        hidden, expected = ours.model(batch["input_ids"], batch["attention_mask"]), theirs(**batch).last_hidden_state
+        logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"])
+        expected_logits = transformers.AutoModelForMaskedLM.from_pretrained(out)(**batch).logits
+    assert (hidden - expected)[mask].abs().max() < 1e-5 * expected.abs().max()
+    assert (logits - expected_logits)[mask].abs().max() < 1e-5 * expected_logits.abs().max()
+
+
+def test_sentence_transformers_wraps_it(finished):
+    st = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+    transformer = st.models.Transformer(str(finished[0]))
+    model = st.SentenceTransformer(modules=[transformer, st.models.Pooling(transformer.get_word_embedding_dimension())])
+    a, b = model.encode(["once upon a time", "there was a king"])
+    assert a.shape == b.shape == (SMALL_MODEL["n_embd"],) and not np.allclose(a, b)
 
 
 def weights(out):

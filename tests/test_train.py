@@ -2,6 +2,8 @@ import dataclasses
 import json
 import math
 import signal
+import sys
+import types
 
 import pytest
 import torch
@@ -388,3 +390,24 @@ def test_the_log_survives_a_cut_line_and_a_resume(tmp_path):
     rows = record.read_log(tmp_path)
     assert [row["step"] for row in rows] == [0, 10, 20] and rows[-1]["val_loss_15"] == 3.25 and "lr" not in rows[-1]
     assert json.dumps(rows)
+
+
+def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_path):
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
+    for name, value in {"max_steps": 4, "wandb_project": "mine"}.items():
+        monkeypatch.setattr(train, name, value)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit, match="pip install wandb, or type --wandb_project="):
+        train.main()
+    seen = []
+    told = types.SimpleNamespace(log=lambda row, step: seen.append((step, row)))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **facts: seen.append(facts) or told))
+    train.main()
+    assert seen[0]["project"] == "mine" and seen[0]["config"]["max_steps"] == 4
+    rows = record.read_log(train.out_dir)
+    assert {step for step, _ in seen[1:]} == {row["step"] for row in rows} == {0, 2, 4}
+    assert seen[-1][1]["val_loss_15"] == pytest.approx(rows[-1]["val_loss_15"], rel=1e-5)
+    monkeypatch.setattr(train, "wandb_project", "")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(train, "out_dir", str(tmp_path / "other"))
+    train.main()

@@ -261,6 +261,8 @@ def side_by_side(batch, dev, amp_dtype):
 def main():
     vars(train).update(TRAIN)
     require(globals(), {"bench_steps": (2, 10**6)})
+    if profile and Path(trace).exists() and b'"traceEvents"' not in Path(trace).read_bytes():
+        sys.exit(f"{trace} exists and is no trace: choose another --trace")
     config, ramp = train.check_settings(), [train.batch_rows(i / 1000) for i in range(1000)]
     train.max_steps = 2**40  # a step is not cut short by the clock
     torch.set_float32_matmul_precision("high")

@@ -2,10 +2,10 @@
 
     python -c "import card; card.write('out/tiny')"
 
-train.py writes it at the end of a run and finetune_glue.py after each fine-tuning; a card that was edited by hand is
-left alone.
+train.py writes it with every checkpoint and finetune_glue.py in the end; a card that was edited by hand is left alone.
 """
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -14,17 +14,15 @@ import record
 from disk import write_beside
 
 CARD = """---
-library_name: transformers
-pipeline_tag: fill-mask
-language: en
+{front}
 license: other  # yours to choose
-tags: [masked-lm, modernbert, cramming]
+tags: [masked-lm, cramming]
 ---
 
 # {name}
 
-A masked language model of {parameters:,} parameters, trained from scratch by
-[nanocram](https://arxiv.org/abs/2212.14034) in {hours:.2f} of {budget:g} hours on one machine.
+A masked language model of {parameters:,} parameters, trained from scratch by nanocram in {hours:.2f} hours on one
+machine, after [Cramming](https://arxiv.org/abs/2212.14034).
 
 {use}
 
@@ -32,7 +30,8 @@ A masked language model of {parameters:,} parameters, trained from scratch by
 | --- | --- |
 | text | `{source}`, {documents:,} documents, {normalisation} |
 | seen in training | {tokens:,} tokens in rows of {seq_len}, {epochs:.2f} epochs, {steps:,} steps |
-| held-out loss | {loss_15:.3f} nats per token at 15 % masked, {loss_25:.3f} at 25 %; {per_char:.3f} per character |
+| held-out loss, step {at:,} | {loss_15:.3f} nats per token at 15 % masked, {loss_25:.3f} at 25 % |
+| the same per character | {per_char:.3f} nats |
 | arithmetic | {flops:.3g} floating-point operations, in {amp_dtype} |
 | machine | {device}, torch {torch}, commit {commit} |
 | recipe | {recipe} |
@@ -53,19 +52,21 @@ def text(folder):
     folder = Path(folder)
     run, rows = json.loads((folder / "run.json").read_text()), record.read_log(folder)
     config, settings, corpus = json.loads((folder / "config.json").read_text()), run["settings"], run["corpus"]
-    last = next(row for row in reversed(rows) if "val_loss_15" in row)
+    last, now = next(row for row in reversed(rows) if "val_loss_15" in row), rows[-1]
     recipe = ("n_layer", "n_head", "n_embd", "n_inner", "activation", "position", "optimizer", "schedule", "batch_size")
     systems = record.glue_systems(folder)
     table = ["", "## GLUE, dev sets", "", *glue.markdown(glue.summary(systems)[0]), ""] if systems else []
     native = config["model_type"] == "modernbert"
+    front = ["library_name: transformers", "pipeline_tag: fill-mask"] if native else ["library_name: nanocram"]
+    front += ["language: en"] if corpus["normalisation"] == "ascii" else []
     return CARD.format(
         name=folder.resolve().name, use=(NATIVE if native else OURS).format(folder=folder.name),
-        parameters=run["parameters"], hours=last["elapsed_s"] / 3600, budget=settings["budget_hours"],
+        front="\n".join(front), parameters=run["parameters"], hours=now["elapsed_s"] / 3600, at=last["step"],
         source=corpus["source"], documents=corpus["kept"], normalisation=corpus["normalisation"],
-        tokens=last["tokens"], seq_len=settings["seq_len"], steps=last["step"],
-        epochs=last["tokens"] / settings["seq_len"] / corpus["rows"],
+        tokens=now["tokens"], seq_len=settings["seq_len"], steps=now["step"],
+        epochs=now["tokens"] / settings["seq_len"] / corpus["rows"],
         loss_15=last["val_loss_15"], loss_25=last["val_loss_25"],
-        per_char=last["val_nats_per_char"], flops=last["flops"], amp_dtype=run["amp_dtype"], device=run["device"],
+        per_char=last["val_nats_per_char"], flops=now["flops"], amp_dtype=run["amp_dtype"], device=run["device"],
         torch=run["torch"], commit=run["commit"][:12], recipe=", ".join(f"{k}={settings[k]}" for k in recipe),
         glue="\n".join(table),
     )  # fmt: skip
@@ -77,14 +78,9 @@ def sealed(body):
 
 
 def write(folder):
-    """Write README.md into folder, unless one is there that was edited, or the run has not come so far."""
+    """Write README.md into folder, unless one is there that was edited, or something of the run is missing."""
     path = Path(folder) / "README.md"
-    try:
-        new = sealed(text(folder))
-    except (OSError, ValueError, LookupError, StopIteration):
-        return
-    if path.exists():
-        old = path.read_text(encoding="utf-8")
-        if old != sealed(old[: old.rfind("\n<!-- nanocram ")]):
-            return
-    write_beside(path, lambda path: path.write_text(new, encoding="utf-8"))
+    with contextlib.suppress(Exception):  # a card is no reason to lose a run
+        new, old = sealed(text(folder)), path.read_text(encoding="utf-8") if path.exists() else ""
+        if not old or old == sealed(old[: old.rfind("\n<!-- nanocram ")]):
+            write_beside(path, lambda temporary: temporary.write_text(new, encoding="utf-8"))

@@ -14,15 +14,20 @@ import torch
 
 from disk import write_beside
 from folder import complaint, plain
+from record import COLUMNS
 
 VERSION = 1  # of the format; another one is refused
 
 
 def write(run, optimizer):
-    """Write ckpt.pt of a train.Run; raises OSError or RuntimeError, and leaves the old one, where that fails."""
+    """Write ckpt.pt of a train.Run; the old one is there until the new one is whole.
+
+    Raises OSError or RuntimeError where that fails, ValueError where a weight is not finite."""
+    if wrong := complaint(model := {k: plain(v) for k, v in run.model.state_dict().items()}, model):
+        raise ValueError(wrong)
     checkpoint = {
         "version": VERSION, "config": asdict(run.model.config), "data": run.meta["sha256"]["train.bin"],
-        "model": {k: plain(v) for k, v in run.model.state_dict().items()}, "optimizer": optimizer,
+        "model": model, "optimizer": optimizer,
         "optimizers": [o.state_dict()["state"] for o in run.optimizers], "scaler": run.scaler.state_dict(),
         "state": run.state, "elapsed": run.elapsed(),
     }  # fmt: skip
@@ -46,6 +51,8 @@ def read(run, optimizer):
             sys.exit(f"{path} is of another model: to resume it, type {' '.join(wrong)}")
         if ckpt["data"] != run.meta["sha256"]["train.bin"]:
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
+        ckpt["model"] = {k: v.reshape(v.shape or (1,)) for k, v in ckpt["model"].items()}  # position_scale was a scalar
+        ckpt["state"] = run.state | ckpt["state"] | {"skipped_in_row": 0}  # younger fields, and a fresh start
         if wrong := complaint(ckpt["model"], run.model.state_dict()) or misfit(run, ckpt):
             sys.exit(f"{path} does not fit: {wrong}")
     except Exception as e:  # there are many ways to be broken
@@ -63,6 +70,10 @@ def misfit(run, ckpt):
             wanted = {k: params[i] if v.ndim else v for k, v in remembered.items()}
             if wrong := complaint(remembered, wanted):
                 return f"of parameter {i} of {type(o).__name__}, {wrong}"
+    if unknown := ckpt["state"].keys() - run.state.keys() or ckpt["state"]["last"].keys() - set(COLUMNS):
+        return f"{min(unknown)} in its state is unknown"
+    if ckpt["scaler"] and not 0 < ckpt["scaler"]["scale"] < math.inf:
+        return f"scale={ckpt['scaler']['scale']!r:.30}"
     for name, value in (run.state | {"elapsed": 0.0}).items():
         found = (ckpt["state"] | {"elapsed": ckpt["elapsed"]})[name]
         if type(found) is not type(value) or (type(value) in (int, float) and not -1 <= found < math.inf):

@@ -6,6 +6,7 @@
 import contextlib
 import os
 import sys
+from pathlib import Path
 
 try:
     import fcntl
@@ -25,28 +26,36 @@ def write_beside(path, write):
         temporary.unlink(missing_ok=True)  # a failed write must not keep the disk full
 
 
-class Lock:
-    """Keeps others who ask for a Lock of the same file or folder out, while it lives; a kill frees it too.
+def beside(folder):
+    """The lock file of a folder: hidden, next to it, for the folder itself may be renamed."""
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return folder.with_name(f".{folder.name}.lock")
 
-    Where another process has it, waits or exits with one line."""
+
+class Lock:
+    """An exclusive lock on a file that nobody renames, made where it is missing; a process that is killed loses it.
+
+    Where another process has it, this waits or exits with one line."""
 
     def __init__(self, path, wait=False):
-        self.number = None
+        self.fd = None
         if fcntl is None:
             return
-        self.number = os.open(path, os.O_RDONLY)
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks nothing that is open for reading only
         try:
-            fcntl.flock(self.number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(self.fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            sys.exit(f"{path} is in use by another process: wait until it is done, or choose another folder")
+            self.close()
+            sys.exit(f"{path} is held by another process that writes there: wait for it, or choose another folder")
         except OSError:  # a file system that cannot lock
             pass
 
     def close(self):
-        if self.number is not None:
+        if self.fd is not None:
             with contextlib.suppress(OSError):
-                os.close(self.number)
-        self.number = None
+                os.close(self.fd)
+        self.fd = None
 
     __del__ = close
 
@@ -55,3 +64,21 @@ class Lock:
 
     def __exit__(self, *error):
         self.close()
+
+
+class Unbreakable:
+    """A text stream that goes on where its file cannot be written: a full disk or a closed pipe must not end a day."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)

@@ -58,7 +58,7 @@ import glue
 import machine
 import record
 from data import Ragged, batches_by_length
-from folder import load, save
+from folder import load, maker, save
 from model import Classifier, MaskedLM
 from tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
@@ -306,19 +306,18 @@ def facts_of(name, splits):
             "data": {split: str(a["source"]) for split, a in known.items()}}  # fmt: skip
 
 
-def predictions(splits, folder):
-    """{file of a submission: fingerprint of the test set it answers and of what it says}, of those in folder."""
-    paths = {file: folder / file for file in splits if file in glue.SUBMISSION}
-    return {file: glue.fingerprint(splits[file]["source"], p.read_bytes()) for file, p in paths.items() if p.exists()}
-
-
 def is_done(run, name, seed, splits, folder):
     """Whether run is this one, on the same data, and its answers to the test sets are in folder as it wrote them."""
     wanted = {"task": name, "seed": seed, **facts_of(name, splits)}
     if any(run[key] != value for key, value in wanted.items()):
         return False
     kept = {file: run["predictions"].get(file) for file in splits if file in glue.SUBMISSION}
-    return kept == predictions(splits, folder / f"seed{seed}")
+    return kept == glue.predictions(splits, folder / f"seed{seed}")
+
+
+def made(system, run):
+    """What made the classifier of a run, so that another one is not taken for it."""
+    return glue.fingerprint(system.weights, run["task"], run["data"], [globals()[key] for key in system.paper])
 
 
 def run_once(system, name, seed, splits, folder, dev, amp_dtype, tick):
@@ -339,10 +338,10 @@ def run_once(system, name, seed, splits, folder, dev, amp_dtype, tick):
             end = "_mm" if split.endswith("mismatched") else ""
             run["scores"] |= {key + end: value for key, value in scores.items()}
     if save_models and not baseline and seed == 0:
-        save(net, Path(model) / name, task.labels)
+        save(net, Path(model) / name, task.labels, made=made(system, run))
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(Path(model) / file, Path(model) / name)
-    return run | {"predictions": predictions(splits, folder / f"seed{seed}")}
+    return run | {"predictions": glue.predictions(splits, folder / f"seed{seed}")}
 
 
 def main():
@@ -356,6 +355,8 @@ def main():
         sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
     foreign = baseline.startswith("hf:")
     system = hugging_face(baseline[3:]) if foreign else ours(model, baseline == "scratch")
+    for name in names if save_models and not baseline else ():
+        maker(folder / name)
     print(f"{system.name} on {dev.type} in {amp_dtype}: {epochs} epochs, batch {system.batch}, AdamW {system.lr:g}, "
           f"dropout {'its own' if foreign else glue_dropout}, {glue_seq_len} tokens", flush=True)  # fmt: skip
     answers = folder / "_".join(["submission", *re.findall(r"\w+", baseline)])
@@ -373,7 +374,7 @@ def main():
         """The runs in glue.json that are those of jobs."""
         runs = record.glue_runs(folder, entry)
         if save_models and not baseline:
-            jobs = [(t, seed) for t, seed in jobs if seed or (folder / t / "model.safetensors").exists()]
+            runs = [r for r in runs if r["seed"] or maker(folder / r["task"]) == made(system, r)]
         return {job: run for job in jobs for run in runs if is_done(run, *job, splits[job[0]], answers)}
 
     if found := done(every):
@@ -397,7 +398,8 @@ def main():
     bar.close()
     if predict_test:
         glue.write_submission(answers, [*done(every).values()])
-    card.write(folder)
+    with record.glue_lock(folder):
+        card.write(folder)
     print("", *glue.table(record.glue_systems(folder)), "", sep="\n")
     print(f"{folder}: glue.md (this table, and each score's spread), glue.json")
     if failed:

@@ -7,6 +7,7 @@ transformers loads such a folder with no code of ours. What is no ModernBERT is 
 """
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -73,10 +74,10 @@ def from_folder_keys(state, config):
     return state
 
 
-def save(model, folder, labels=None):
+def save(model, folder, labels=None, **facts):
     """Write config.json and model.safetensors (float32) of a MaskedLM into folder, each beside its goal and renamed.
 
-    With labels, the names of its outputs or () for a regression, of a Classifier."""
+    With labels, the names of its outputs or () for a regression, of a Classifier. facts go into config.json."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -90,7 +91,7 @@ def save(model, folder, labels=None):
     folder.mkdir(parents=True, exist_ok=True)
     state = to_folder_keys({k: plain(v) for k, v in model.state_dict().items()}, model.config)
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
-    config = folder_config(model.config, labels)
+    config = folder_config(model.config, labels) | facts
     write_beside(folder / "config.json", lambda p: p.write_text(json.dumps(config, indent=2)))
     write_beside(folder / "model.safetensors", write)
 
@@ -119,6 +120,7 @@ def load(folder, device="cpu"):
     try:
         settings = json.loads((Path(folder) / "config.json").read_text())
         model, state = MaskedLM(ModelConfig(**settings["nanocram"])), load_file(Path(folder) / "model.safetensors")
+        state = {k: v.reshape(v.shape or (1,)) for k, v in state.items()}  # position_scale was a scalar once
         if "id2label" in settings:
             model = Classifier(model, len(settings["id2label"]))
         if wrong := complaint(state, to_folder_keys(model.state_dict(), model.config)):
@@ -130,3 +132,11 @@ def load(folder, device="cpu"):
     except Exception as e:  # there are many ways to be broken
         raise ValueError(f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}") from None
     return model.to(device).eval()
+
+
+def maker(folder):
+    """What made the classifier in folder, '' where there is no folder; exits if something else is there."""
+    try:
+        return json.loads((folder / "config.json").read_text())["made"] if folder.exists() else ""
+    except (OSError, ValueError, LookupError, TypeError):
+        sys.exit(f"{folder} exists and is no classifier of ours: move it away, or leave out --save_models")

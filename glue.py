@@ -352,6 +352,12 @@ def write_predictions(path, task, outputs):
     write_beside(path, lambda p: p.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n"))
 
 
+def predictions(splits, folder):
+    """{file of a submission: fingerprint of the test set it answers and of what it says}, of those in folder."""
+    paths = {file: folder / file for file in splits if file in SUBMISSION}
+    return {file: fingerprint(splits[file]["source"], p.read_bytes()) for file, p in paths.items() if p.exists()}
+
+
 def write_submission(folder, runs):
     """Zip, of each task, the predictions of the seed with the median score; say what the leaderboard would miss.
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import configure, require, settings
-from disk import Lock, write_beside
+from disk import Lock, beside, write_beside
 from tokenizer import CLS, MASK, SEP, Tokenizer, normalise, train_tokenizer
 
 # what to read
@@ -53,7 +53,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a typ
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut, or it would have to fit into memory
 BUCKETS = 128  # files that rows are spread over before they are put in order: memory stays at 1/128 of the data
-OURS = ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin", "meta.json", "bucket-*")
+OURS = ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin", "meta.json", "*.tmp", "bucket-*")
 
 
 def source_files(pattern):
@@ -297,7 +297,6 @@ def claim(goal, wanted):
         sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
     partial = Path(f"{goal.absolute()}.partial")
     if partial.exists():
-        Lock(partial).close()  # not while another process writes it
         left = list(partial.iterdir())
         if not all(any(p.match(name) for name in OURS) for p in left):
             sys.exit(f"{partial} holds files that prepare.py did not write: move them away first")
@@ -342,8 +341,8 @@ def main():
     goal = Path(data_dir)
     wanted = {name: globals()[name] for name in settings(__file__) if name not in ("data_dir", "threads")}
     wanted["files"] = [[f, os.path.getsize(f)] for f in files]  # two data sets with equal settings and files are equal
+    lock = Lock(beside(goal))
     partial = claim(goal, wanted)
-    lock = Lock(partial)
     paths, errors = files or [""], {}
     print(f"training a vocabulary of {vocab_size} entries on up to {vocab_sample_mb} MB of {source}", flush=True)
     batches = documents(paths, errors, limit=vocab_sample_mb * 10**6 // len(paths))
@@ -370,8 +369,8 @@ def main():
     write_beside(partial / "meta.json", lambda path: path.write_text(json.dumps(meta, indent=2)))
     if goal.exists():
         goal.rmdir()  # empty, as claim() saw: Windows renames onto nothing else
-    lock.close()
     os.rename(partial, goal)
+    lock.close()
     report(count, errors, goal, vocab_seconds, time.perf_counter() - start)
 
 

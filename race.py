@@ -36,6 +36,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a typ
     configure(globals(), FLAGS, also="train.py")
 
 import record
+from disk import write_beside
 
 TRAIN = Path(__file__).with_name("train.py")
 HELD_OUT = "val_loss_15"  # what a race is about
@@ -223,11 +224,13 @@ def main():
         contenders = [contender(text) for text in sys.argv[1:] if not text.startswith("--")]
         race(contenders)
     folder = Path(out_dir)
+    if (folder / "race.md").exists() and not (folder / "race.csv").exists():
+        sys.exit(f"{folder}/race.md is there without a race.csv: it is not ours, choose another --out_dir")
     folder.mkdir(parents=True, exist_ok=True)
     lines = table(contenders)
     print("", *lines, "", sep="\n")
-    (folder / "race.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    write_csv(contenders, folder / "race.csv")
+    write_beside(folder / "race.csv", lambda path: write_csv(contenders, path))
+    write_beside(folder / "race.md", lambda path: path.write_text("\n".join(lines) + "\n", encoding="utf-8"))
     record.overlay({c.name: [rows for _, rows in c.runs] for c in contenders}, HELD_OUT, folder / "race.png")
     print(f"{folder}: race.md (this table), race.csv (every run), race.png")
 

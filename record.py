@@ -23,47 +23,68 @@ COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_l
 
 def begin(run, data_dir, settings, facts, resumed):
     """Make the folder of a train.Run ready: run.json, the tokenizer, and log.csv up to where it is resumed."""
+    wandb = find_wandb() if settings.get("wandb_project") else None
     if not resumed:
         open_out(run.folder)
-    else:
-        Lock(run.folder / "run.json").close()
+    before = read_settings(run.folder)
+    for key, value in settings.items() if resumed else ():
+        if key != "init" and before.get(key, value) != value:
+            print(f"{key} was {before[key]!r} until now, and is {value!r} from now on")
+    if resumed:
         seconds = max([row["elapsed_s"] for row in read_log(run.folder)], default=0.0) - run.before
-        lost = f"; {seconds:.0f} s after its checkpoint are lost" if seconds >= 1 else ""
+        lost = f"; {seconds:.0f} s that were logged after its checkpoint are lost" if seconds >= 1 else ""
         print(f"resumed at step {run.state['step']:,}, {run.before / 3600:.2f} hours into the run{lost}")
         drop_rows_after(run.folder, run.state["step"])
-    write_run(run.folder, settings, facts)
-    run.lock = Lock(run.folder / "run.json")  # until the run is over
-    if settings.get("wandb_project"):
-        try:
-            import wandb
-        except ImportError:
-            sys.exit("wandb_project is set, but wandb is not there: pip install wandb, or type --wandb_project=")
-        run.wandb = wandb.init(project=settings["wandb_project"], name=run.folder.name, config=settings)
+    text = json.dumps({"settings": settings, **facts}, indent=2)
+    write_beside(run.folder / "run.json", lambda path: path.write_text(text))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         write_beside(run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
+    if wandb:
+        run.wandb = wandb.init(project=settings["wandb_project"], name=run.folder.name, config=settings)
+
+
+def find_wandb():
+    try:
+        import wandb
+    except ImportError:
+        sys.exit("wandb_project is set, but wandb is not there: pip install wandb, or type --wandb_project=")
+    return wandb
+
+
+def read_settings(folder):
+    """The settings in run.json; {} where there is none, or none that can be read."""
+    try:
+        return dict(json.loads((Path(folder) / "run.json").read_text())["settings"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def log(run, row):
+    """Add a row to log.csv, in place of one of the same step, and to wandb; what fails is said and changes nothing."""
+    try:
+        if run.state["logged"] == row["step"]:  # the clock ended the run right after a row
+            drop_rows_after(run.folder, row["step"] - 1)
+        append_row(run.folder, row)
+    except OSError as e:
+        print(f"WARNING: cannot write to {run.folder}/log.csv, going on without: {e!r:.120}")
+    if run.wandb:
+        try:
+            run.wandb.log(row, step=row["step"])
+        except Exception as e:  # a service that is down, or whatever it raises
+            print(f"WARNING: wandb is left out from now on: {e!r:.120}")
+            run.wandb = None
 
 
 def open_out(folder):
     """Make a folder for a new run: an earlier run in it is moved aside, and a folder of anything else refused."""
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(p.name != "run.json.tmp" for p in folder.iterdir())):
         if not (folder / "run.json").exists():
             sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
-        Lock(folder / "run.json").close()  # not while that run is going on
         aside = next(p for n in range(1, 10**6) if not (p := folder.with_name(f"{folder.name}.{n}")).exists())
         folder.rename(aside)
         print(f"{folder} held a run already: moved it to {aside} (--init=resume would have continued it)")
     folder.mkdir(parents=True, exist_ok=True)
-
-
-def write_run(folder, settings, facts):
-    """Write run.json: every setting, and facts of machine and model; say what a resume changes."""
-    path = Path(folder) / "run.json"
-    before = json.loads(path.read_text())["settings"] if path.exists() else settings
-    for key, value in settings.items():
-        if key != "init" and before.get(key) != value:
-            print(f"{key} was {before.get(key)!r} until now, and is {value!r} from now on")
-    write_beside(path, lambda path: path.write_text(json.dumps({"settings": settings, **facts}, indent=2)))
 
 
 def write_rows(path, rows, mode):
@@ -192,12 +213,18 @@ def glue_runs(folder, entry):
 
 def add_glue_runs(folder, entry, runs):
     """Add runs to glue.json, each in place of one of the same task, seed and data, and draw glue.md anew."""
-    with Lock(folder, wait=True):  # others may be at other tasks
+    with glue_lock(folder):  # others may be at other tasks
+        if (Path(folder) / "glue.md").exists() and not (Path(folder) / "glue.json").exists():
+            sys.exit(f"{folder}/glue.md is there without a glue.json: it is not ours, move it away")
         systems = put_glue_runs(read_glue(folder), entry, runs)
         text = json.dumps({"systems": systems}, indent=1)
         write_beside(Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8"))
         page = glue.page(glue_systems(folder))
         write_beside(Path(folder) / "glue.md", lambda path: path.write_text(page, encoding="utf-8"))
+
+
+def glue_lock(folder):
+    return Lock(Path(folder) / ".glue.lock", wait=True)
 
 
 def put_glue_runs(systems, entry, runs):

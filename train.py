@@ -9,6 +9,7 @@ The clock starts just before the first step. Compiling, evaluating and saving co
 out_dir gets log.csv, run.json, loss.png, ckpt.pt and a model folder that loads in transformers, all kept current.
 """
 
+import contextlib
 import math
 import os
 import signal
@@ -100,6 +101,7 @@ import machine
 import parallel
 import record
 from data import IGNORE, Rows, draw_masks, fill_masks, held_out, load_meta, load_tokenizer
+from disk import Lock, Unbreakable, beside
 from folder import not_native, plain, save
 from model import MaskedLM, ModelConfig, make_loss
 from muon import Muon
@@ -276,16 +278,9 @@ class Run:
         state, tokens = self.state, self.state["row"] * seq_len
         if state["loss_steps"]:
             state["last"]["loss"] = state["loss_sum"] / state["loss_steps"]
-        if state["logged"] == state["step"]:  # the clock ended the run right after a row: one row a step
-            record.drop_rows_after(self.folder, state["step"] - 1)
         row = {"elapsed_s": self.elapsed(), "step": state["step"], "tokens": tokens, "skipped": state["skipped"],
                "flops": float(tokens * self.flops_per_token), **state["last"], **val}  # fmt: skip
-        try:
-            record.append_row(self.folder, row)
-        except OSError as e:
-            print(f"WARNING: cannot write to {self.folder}/log.csv, going on without: {e!r:.120}")
-        if self.wandb:
-            self.wandb.log(row, step=row["step"])
+        record.log(self, row)
         state |= {"logged": state["step"], "loss_sum": 0.0, "loss_steps": 0}
 
     @torch.no_grad()
@@ -313,7 +308,8 @@ class Run:
             checkpoint.write(self, optimizer)
             save(self.model, self.folder)
             record.plot(self.folder)
-        except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError on a full disk
+            card.write(self.folder)
+        except (OSError, RuntimeError, ValueError) as e:  # torch.save raises RuntimeError on a full disk
             print(f"WARNING: cannot save to {self.folder}, what was there before stands: {e!r:.150}")
             if required:
                 sys.exit(1)
@@ -365,6 +361,8 @@ def main():
         k_max = max(mask_count(0), mask_count(1))
         print(host.plan(config, dev, amp_dtype, batch_size, micro_batch, seq_len, k_max), flush=True)
     run, peak = Run(config, meta, dev, amp_dtype), machine.matmul_rate(dev, amp_dtype)
+    if parallel.RANK == 0:
+        run.lock = Lock(beside(out_dir))  # until the process ends
     if init == "resume":
         checkpoint.restore(run, optimizer)
         if run.progress() >= 1:
@@ -384,17 +382,18 @@ def main():
             print(f"with {why} this is no ModernBERT: folder.load() reads the model folder, transformers does not")
     def ask_to_stop(number, frame):
         run.stop = True
-        os.write(2, b"\nstopping and saving; once more ends the run at once\n")
         signal.signal(number, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # nobody may be reading any more
+            os.write(2, b"\nstopping and saving; once more ends the run at once\n")
 
     signal.signal(signal.SIGINT, ask_to_stop)
     signal.signal(signal.SIGTERM, ask_to_stop)
     sets = held_out(val.read(0, min(val.count, eval_rows)), micro_batch)
     try:
         train(run, sets, tokenizer, peak * parallel.WORLD)
-    except SystemExit:  # rows that have changed, ranks that are gone, losses that stay infinite
-        if parallel.RANK == 0:
-            run.save()  # what was learnt until then
+    except (SystemExit, OSError):  # rows that have changed, ranks that are gone, losses that stay infinite
+        if parallel.RANK == 0 and not run.state["skipped_in_row"]:
+            run.save()  # what was learnt until then; but a checkpoint of the time before the losses is the better one
         raise
     parallel.leave()
 
@@ -470,7 +469,6 @@ def report(run, val, tokenizer, peak, first_row):
     print(f"held-out loss {val['val_loss_15']:.4f} at 15 % masked, {val['val_loss_25']:.4f} at 25 %; "
           f"{val['val_nats_per_char']:.4f} nats per character")  # fmt: skip
     run.save(required=True)
-    card.write(run.folder)
     seconds["before the resume"] = run.before
     seconds["other"] = run.elapsed() - sum(seconds.values())
     speed = (state["row"] - first_row) * seq_len / max(1e-9, seconds["training"])
@@ -487,6 +485,7 @@ def report(run, val, tokenizer, peak, first_row):
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file is written line by line
+    sys.stdout = Unbreakable(sys.stdout)
     try:
         main()
     except KeyboardInterrupt:

@@ -229,7 +229,7 @@ def test_slips_are_one_line(tmp_path, corpus):
         (dict(source=corpus, order="random"), "order=random cannot work: it must be shuffle or curriculum"),
         (dict(source=corpus, data_dir=mine), "is no data set of prepare.py"),
         (dict(source=corpus, data_dir=tmp_path / "strange"), "files that prepare.py did not write"),
-        (dict(source=corpus, data_dir=corpus / "below"), "Not a directory"),
+        (dict(source=corpus, data_dir=corpus / "below"), "File exists"),
     ]
     for settings_, message in cases:
         done = script("prepare.py", **(SMALL_DATA | {"data_dir": tmp_path / "out"} | settings_))

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, SMALL_DATA, SMALL_MODEL
 from test_finetune_glue import model_folder
 
-from configurator import SCRIPTS, configure
+from configurator import SCRIPTS, configure, settings
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TINY = {k: v for k, v in SMALL_MODEL.items() if k not in ("samples", "evals", "eval_rows")}
@@ -56,7 +56,8 @@ def test_every_command_has_flags_and_recipes_that_exist(monkeypatch):
         assert all((ROOT / a).is_file() for a in args if not a.startswith("--")), command
         also = "train.py" if name in ("bench.py", "race.py") else ""
         with contextlib.redirect_stdout(io.StringIO()):
-            configure({"__file__": str(ROOT / name)}, flags, also=also)  # exits where one is unknown or of a wrong type
+            block = {k: v for k, (v, _) in settings(ROOT / name).items()}
+            configure(block | {"__file__": str(ROOT / name)}, flags, also=also)  # exits where one is unknown or of a wrong type
         scripts += 1
     assert scripts > 25
 

@@ -400,7 +400,7 @@ def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_
     with pytest.raises(SystemExit, match="pip install wandb, or type --wandb_project="):
         train.main()
     seen = []
-    told = types.SimpleNamespace(log=lambda row, step: seen.append((step, row)))
+    told = types.SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))))
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **facts: seen.append(facts) or told))
     train.main()
     assert seen[0]["project"] == "mine" and seen[0]["config"]["max_steps"] == 4

@@ -65,7 +65,7 @@ class Rows:
 
     def __init__(self, path, count, seq_len, vocab_size):
         self.path, self.count, self.seq_len, self.vocab_size = Path(path), count, seq_len, vocab_size
-        self.changed = self.path.stat().st_mtime_ns if self.path.exists() else 0
+        self.mtime = self.path.stat().st_mtime_ns if self.path.exists() else 0
         self.read(0, 1)
 
     def read(self, start, n):
@@ -74,9 +74,9 @@ class Rows:
         size = os.path.getsize(self.path) if self.path.exists() else 0
         if size != wanted:
             sys.exit(f"{self.path} has {size} bytes where meta.json says {wanted}: delete its folder and prepare anew")
-        if (changed := self.path.stat().st_mtime_ns) != self.changed:  # perhaps only touched: no day ends for that
+        if (mtime := self.path.stat().st_mtime_ns) != self.mtime:  # perhaps only touched: no day ends for that
             print(f"WARNING: {self.path} was written to while in use, its rows may not be what meta.json describes")
-            self.changed = changed
+            self.mtime = mtime
         parts, size = [], n * self.seq_len
         while n:
             start %= self.count

@@ -170,6 +170,7 @@ def overlay(runs, key, path):
     """Draw the column key of {name: [rows of a log.csv, …]} by time, tokens and floating-point operations."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
     except ImportError:
         print(f"no {path.name}: pip install matplotlib draws one")
         return
@@ -181,6 +182,9 @@ def overlay(runs, key, path):
                 points = [(row[x], row[key]) for row in rows if key in row and row["tokens"]]
                 axes.plot(*zip(*points, strict=True), color=f"C{i}", lw=1.2, alpha=0.85, label=None if j else name)
         axes.set(xscale="log", xlabel=label)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))  # 1, 3, 10, …: the labels of more would overlap
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25, which="both")
     figure.axes[0].set_ylabel("held-out loss at 15 % masked (nats)")
     figure.axes[0].legend(frameon=False, fontsize=8)

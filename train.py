@@ -380,6 +380,7 @@ def main():
             print(f"{parallel.WORLD} ranks, {batch_start // micro_batch} micro-batches: some idle, lower --micro_batch")
         if why := not_native(config):
             print(f"with {why} this is no ModernBERT: folder.load() reads the model folder, transformers does not")
+
     def ask_to_stop(number, frame):
         run.stop = True
         signal.signal(number, signal.SIG_DFL)

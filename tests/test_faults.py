@@ -422,6 +422,17 @@ def test_a_model_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, m
         folder_module.load(tmp_path)
 
 
+def test_position_scales_of_before_are_read(tmp_path):
+    """They were scalars, which fully_shard does not take."""
+    config = module.ModelConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=8, n_inner=8, position="sinusoidal")
+    model = MaskedLM(config)
+    folder_module.save(model, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.embeddings.position_scale"
+    save_file(state | {name: torch.tensor(0.25)}, tmp_path / "model.safetensors")
+    assert folder_module.load(tmp_path).state_dict()[name].tolist() == [0.25]
+
+
 PATHS = ["vocab_size", "seq_len", "counts", "counts rows", "counts val_rows", "counts val_tokens", "counts kept",
          "counts val_characters", "settings", "settings source", "sha256", "sha256 train.bin", "sha256 val.bin",
          "sha256 tokenizer.json"]  # fmt: skip

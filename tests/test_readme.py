@@ -57,7 +57,8 @@ def test_every_command_has_flags_and_recipes_that_exist(monkeypatch):
         also = "train.py" if name in ("bench.py", "race.py") else ""
         with contextlib.redirect_stdout(io.StringIO()):
             block = {k: v for k, (v, _) in settings(ROOT / name).items()}
-            configure(block | {"__file__": str(ROOT / name)}, flags, also=also)  # exits where one is unknown or of a wrong type
+            block["__file__"] = str(ROOT / name)
+            configure(block, flags, also=also)  # exits where one is unknown or of a wrong type
         scripts += 1
     assert scripts > 25
 

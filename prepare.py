@@ -8,6 +8,7 @@ A text file is cut into documents at blank lines. Everything is written into DAT
 in one rename at the end: a killed run leaves nothing that looks finished, and running again starts over.
 """
 
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -309,11 +310,11 @@ def claim(goal, wanted):
 def raw_size(path):
     """Bytes of text in a local file, about: the trailer of a gzip says it (modulo 4 GiB), others count as they are."""
     size = os.path.getsize(path)
-    with open(path, "rb") as f:
-        if f.read(2) != b"\x1f\x8b" or size < 18:
-            return size
-        f.seek(-4, os.SEEK_END)
-        return int.from_bytes(f.read(4), "little")
+    with contextlib.suppress(OSError), open(path, "rb") as f:  # one that cannot be read is told of later
+        if f.read(2) == b"\x1f\x8b" and size > 18:
+            f.seek(-4, os.SEEK_END)
+            return int.from_bytes(f.read(4), "little")
+    return size
 
 
 def estimate(texts, tokenizer, total_bytes, folder):

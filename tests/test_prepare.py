@@ -152,6 +152,19 @@ def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir):
     assert "no column 'text', it has x: type --text_column=NAME" in printed
 
 
+def test_the_size_of_a_file_that_cannot_be_read_is_no_reason_to_stop(tmp_path, monkeypatch):
+    for name, content in (("a.txt", b"x" * 40), ("b.txt.gz", gzip.compress(b"y" * 999)), ("c.txt.gz", b"no gzip" * 9)):
+        (tmp_path / name).write_bytes(content)
+    sizes = [module.raw_size(str(tmp_path / name)) for name in ("a.txt", "b.txt.gz", "c.txt.gz")]
+    assert sizes == [40, 999, 63]
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert module.raw_size(str(tmp_path / "a.txt")) == 40
+
+
 def test_limits(tmp_path, corpus):
     few, _ = prepare(tmp_path / "few", corpus, max_docs=30)
     assert few["counts"]["read"] == 30

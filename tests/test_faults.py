@@ -469,6 +469,33 @@ def test_any_field_of_meta_json_may_be_broken(data_dir, tmp_path_factory, path, 
         assert found["vocab_size"] == 600 and all(type(n) is int and n > 0 for n in numbers)
 
 
+def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypatch):
+    """A trace, a race's table, a page of GLUE, a classifier's folder: each refused where something else is there."""
+    import bench
+    import race
+
+    (tmp_path / "thesis.md").write_text("precious")
+    monkeypatch.setattr(bench, "trace", str(tmp_path / "thesis.md"))
+    monkeypatch.setattr(bench, "profile", True)
+    with pytest.raises(SystemExit, match="exists and is no trace: choose another --trace"):
+        bench.main()
+    (tmp_path / "race.md").write_text("precious")
+    monkeypatch.setattr(race, "out_dir", str(tmp_path))
+    monkeypatch.setattr(race, "plot", "x")
+    monkeypatch.setattr(race, "load_run", lambda folder: ({}, []))
+    with pytest.raises(SystemExit, match="it is not ours, choose another --out_dir"):
+        race.main()
+    (tmp_path / "glue.md").write_text("precious")
+    with pytest.raises(SystemExit, match="it is not ours, move it away"):
+        record.add_glue_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}}, [])
+    for content in ("{}", '{"model_type": "bert"}', "precious"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(SystemExit, match="is no classifier of ours: move it away, or leave out --save_models"):
+            folder_module.maker(tmp_path)
+    assert folder_module.maker(tmp_path / "nowhere") == ""
+    assert all((tmp_path / name).read_text() == "precious" for name in ("thesis.md", "race.md", "glue.md"))
+
+
 # Text made to harm
 
 

@@ -89,7 +89,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("start", [
-    "python prepare.py --source='texts/*.txt.gz'", "python train.py --budget_hours=24",
+    "python prepare.py config/tiny.py --source=", "python train.py --budget_hours=24",
     "python train.py config/offload.py", "python bench.py config/tiny.py --profile=True",
     "python race.py config/crammed.py", "python finetune_glue.py --model=out/NAME --baseline=scratch"])  # fmt: skip
 def test_what_can_run_here_runs(workplace, start):

@@ -242,6 +242,7 @@ def test_the_datasheets_card_is_that_very_card(name, tera):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+@pytest.mark.slow
 def test_freed_memory_is_used_again():
     """In a process of its own: 20 tensors of 64 MB, one after the other, after 20 for the heap to find its shape."""
     program = """

@@ -271,6 +271,7 @@ def test_what_is_lost_is_said(tmp_path, data_dir, capsys):
     assert [row["step"] for row in record.read_log(run.folder)] == [5, 10]
 
 
+@pytest.mark.slow
 def test_two_processes_never_write_one_folder(tmp_path, data_dir, corpus):
     """The second train.py and the second prepare.py are refused; a finished or killed one is in nobody's way."""
     first = start(tmp_path / "out", data_dir, max_steps=100000)
@@ -537,6 +538,7 @@ def test_hostile_text(tmp_path, texts, line_mb):
     print(f"\n{len(os.listdir(tmp_path / 'in'))} files, {len(bad)} of them refused by name")
 
 
+@pytest.mark.slow
 def test_line_ends_and_threads_change_nothing(tmp_path, corpus):
     text = corpus.read_bytes()
     (tmp_path / "unix.txt").write_bytes(text)

@@ -25,7 +25,7 @@ def offloaded(train, monkeypatch):
 
 @pytest.mark.parametrize("settings", [
     {"optimizer": "adamw", "dtype": "bfloat16"}, {"optimizer": "adamw", "n_narrow": 2, "n_layer": 3},
-    {"optimizer": "adamw", "position": "learned", "post_norm": True},
+    pytest.param({"optimizer": "adamw", "position": "learned", "post_norm": True}, marks=pytest.mark.slow),
     {"optimizer": "adam", "position": "sinusoidal", "head_transform": False, "n_layer": 3}])  # fmt: skip
 def test_offload_is_the_plain_run_bit_for_bit(offloaded, monkeypatch, tmp_path, settings):
     """Weights after a run with a batch ramp, dropout and clipping, its losses, and the state of its optimisers."""

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import pytest
 from conftest import ROOT, SMALL_DATA, last_line, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,6 +195,7 @@ def test_a_text_without_blank_lines_is_cut(monkeypatch):
     assert [d.split("\n") for d in join_lines(["abcd"] * 7)] == [["abcd"] * 3, ["abcd"] * 3, ["abcd"]]
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_finished_and_the_next_one_completes(tmp_path, corpus, data_dir):
     folder = tmp_path / "data"
     flags = [f"--{k}={v}" for k, v in SMALL_DATA.items()]

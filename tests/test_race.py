@@ -90,7 +90,6 @@ def test_slips_are_one_line(tmp_path, data_dir, monkeypatch):
         assert message in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.slow
 def test_a_race(tmp_path, data_dir):
     """Two contenders, one of them a changed recipe; once more, and nothing is run again; then drawn from folders."""
     model = {k: v for k, v in SMALL_MODEL.items() if k not in ("eval_rows", "evals", "vocab_size")}

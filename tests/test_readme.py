@@ -88,13 +88,13 @@ SHORT = {
 }
 
 
-SLOW = ("python train.py config/offload.py", "python bench.py config/tiny.py --profile=True",
+SLOW = ("python train.py config/offload.py", "python race.py config/crammed.py",
+        "python bench.py config/tiny.py --profile=True",
         "python finetune_glue.py --model=out/NAME --baseline=scratch")  # fmt: skip
 
 
 @pytest.mark.parametrize("start", [
     "python prepare.py config/tiny.py --source=", "python train.py --budget_hours=24",
-    "python race.py config/crammed.py",
     *(pytest.param(start, marks=pytest.mark.slow) for start in SLOW)])  # fmt: skip
 def test_what_can_run_here_runs(workplace, start):
     (command, *_) = [c for c in commands() if c.startswith(start)]

@@ -24,17 +24,17 @@ COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_l
 def begin(run, data_dir, settings, facts, resumed):
     """Make the folder of a train.Run ready: run.json, the tokenizer, and log.csv up to where it is resumed."""
     wandb = find_wandb() if settings.get("wandb_project") else None
-    if not resumed:
-        open_out(run.folder)
-    before = read_settings(run.folder)
-    for key, value in settings.items() if resumed else ():
-        if key != "init" and before.get(key, value) != value:
-            print(f"{key} was {before[key]!r} until now, and is {value!r} from now on")
     if resumed:
+        before = read_settings(run.folder)
+        for key, value in settings.items():
+            if key != "init" and before.get(key, value) != value:
+                print(f"{key} was {before[key]!r} until now, and is {value!r} from now on")
         seconds = max([row["elapsed_s"] for row in read_log(run.folder)], default=0.0) - run.before
         lost = f"; {seconds:.0f} s that were logged after its checkpoint are lost" if seconds >= 1 else ""
         print(f"resumed at step {run.state['step']:,}, {run.before / 3600:.2f} hours into the run{lost}")
         drop_rows_after(run.folder, run.state["step"])
+    else:
+        open_out(run.folder)
     text = json.dumps({"settings": settings, **facts}, indent=2)
     write_beside(run.folder / "run.json", lambda path: path.write_text(text))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -135,14 +135,23 @@ def power_meter(device):
             reader.join()
 
 
+def processor():
+    """What the processor calls itself; on Linux platform.processor() says nothing of use."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
 def describe(device):
-    """Versions, hardware and the commit of this code, as a dict of strings and numbers."""
+    """The date, versions, hardware and the commit of this code, as a dict of strings and numbers."""
     try:
         here = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
         commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], **here).stdout.strip()
     except OSError:  # no git
         commit = ""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else processor()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     hardware = {"system": platform.platform(), "device": f"{device.type}: {name}", "cores": os.cpu_count()}
-    return {**versions, **hardware, "threads": torch.get_num_threads(), "commit": commit or "unknown"}
+    made = {"commit": commit or "unknown", "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    return {**versions, **hardware, "threads": torch.get_num_threads(), **made}

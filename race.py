@@ -2,7 +2,7 @@
 
     python race.py config/small.py config/small.py+optimizer=adamw+lr=0.003 --data_dir=data/small --budget_hours=0.1
     python race.py config/crammed.py config/bert.py config/narrow.py --shrink=4,3,64 --data_dir=data/small
-    python race.py --plot=out/a,out/b                       # runs that are there already
+    python race.py --plot=out/a-0,out/a-1,out/b             # runs that are there already, seeds of one name together
 
 A contender is a recipe, shrunk if that is asked for, then changed by what follows a +. Each runs as train.py in a
 process of its own, one after the other in turns, seed by seed; settings of train.py on the command line hold for all.
@@ -177,11 +177,12 @@ def write_csv(contenders, path):
     with open(path, "w", newline="", encoding="utf-8") as f:
         writer = csv.writer(f, lineterminator="\n")
         names = ("val_loss_15", "val_loss_25", "step", "tokens", "elapsed_s")
-        writer.writerow(["commit", "device", "recipe", "seed", "budget_hours", *names])
+        writer.writerow(["date", "device", "threads", "commit", "recipe", "seed", "budget_hours", *names])
         for c in contenders:
             for facts, rows in c.runs:
-                made = [facts["settings"][name] for name in ("seed", "budget_hours")]
-                writer.writerow([facts["commit"][:7], facts["device"], c.name, *made, *(rows[-1][n] for n in names)])
+                made = [facts.get("date", ""), facts["device"], facts["threads"], facts["commit"][:7]]
+                asked = [facts["settings"][name] for name in ("seed", "budget_hours")]
+                writer.writerow([*made, c.name, *asked, *(rows[-1][n] for n in names)])
 
 
 def load_run(folder):
@@ -219,7 +220,12 @@ def race(contenders):
 
 def main():
     if plot:
-        contenders = [Contender(Path(folder).name, "", [], [load_run(folder)]) for folder in plot.split(",")]
+        found = {}
+        for folder in plot.split(","):
+            facts, rows = load_run(folder)
+            name = Path(folder).name.removesuffix(f"-{facts['settings']['seed']}")
+            found.setdefault(name, Contender(name, "", [])).runs.append((facts, rows))
+        contenders = list(found.values())
     else:
         contenders = [contender(text) for text in sys.argv[1:] if not text.startswith("--")]
         race(contenders)

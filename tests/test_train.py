@@ -368,6 +368,7 @@ def test_a_run_needs_no_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     facts = machine.describe(torch.device("cpu"))
     assert facts["commit"] == "unknown" and facts["torch"] == torch.__version__
+    assert facts["device"].removeprefix("cpu: ") and facts["date"].startswith("20")
 
 
 def test_resume_in_another_precision(train, monkeypatch):

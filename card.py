@@ -16,6 +16,7 @@ from disk import write_beside
 CARD = """---
 {front}
 license: other  # yours to choose
+# language: en  # yours to say
 tags: [masked-lm, cramming]
 ---
 
@@ -33,7 +34,9 @@ machine, after [Cramming](https://arxiv.org/abs/2212.14034).
 | held-out loss, step {at:,} | {loss_15:.3f} nats per token at 15 % masked, {loss_25:.3f} at 25 % |
 | the same per character | {per_char:.3f} nats |
 | arithmetic | {flops:.3g} floating-point operations, in {amp_dtype} |
-| machine | {device}, torch {torch}, commit {commit} |
+| budget | {budget}, {hours:.2f} hours of it used |
+| machine | {device}, {processes} × {threads} threads, torch {torch} |
+| date, code | {date}, commit {commit} |
 | recipe | {recipe} |
 {glue}
 It knows what its text says, mistakes and prejudices included, and nothing else; it fills gaps and makes a start for
@@ -58,7 +61,7 @@ def text(folder):
     table = ["", "## GLUE, dev sets", "", *glue.markdown(glue.summary(systems)[0]), ""] if systems else []
     native = config["model_type"] == "modernbert"
     front = ["library_name: transformers", "pipeline_tag: fill-mask"] if native else ["library_name: nanocram"]
-    front += ["language: en"] if corpus["normalisation"] == "ascii" else []
+    budget = f"{settings['max_steps']:,} steps" if settings["max_steps"] else f"{settings['budget_hours']:g} hours"
     return CARD.format(
         name=folder.resolve().name, use=(NATIVE if native else OURS).format(folder=folder.name),
         front="\n".join(front), parameters=run["parameters"], hours=now["elapsed_s"] / 3600, at=last["step"],
@@ -67,7 +70,8 @@ def text(folder):
         epochs=now["tokens"] / settings["seq_len"] / corpus["rows"],
         loss_15=last["val_loss_15"], loss_25=last["val_loss_25"],
         per_char=last["val_nats_per_char"], flops=now["flops"], amp_dtype=run["amp_dtype"], device=run["device"],
-        torch=run["torch"], commit=run["commit"][:12], recipe=", ".join(f"{k}={settings[k]}" for k in recipe),
+        torch=run["torch"], commit=run["commit"], date=run.get("date", "unknown"), budget=budget,
+        processes=run["processes"], threads=run["threads"], recipe=", ".join(f"{k}={settings[k]}" for k in recipe),
         glue="\n".join(table),
     )  # fmt: skip
 

@@ -225,7 +225,7 @@ class MaskedLM(nn.Module):
         self.head = head_transform(config) if config.head_transform else nn.Identity()
         self.decoder = nn.Linear(config.n_embd, config.vocab_size, bias=config.decoder_bias)
         self.decoder.weight = self.model.embeddings.tok_embeddings.weight
-        self.apply(init_weights)
+        self.apply(init_weights(config.n_embd))
         if config.zero_init:  # every block starts as the identity (arXiv 1901.09321 and later)
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
@@ -269,10 +269,10 @@ class Classifier(nn.Module):
         super().__init__()
         self.config, width = masked_lm.config, masked_lm.config.n_embd
         self.model = masked_lm.model
-        pooler = nn.Sequential(nn.Linear(width, width), nn.Tanh()).apply(init_weights)
+        pooler = nn.Sequential(nn.Linear(width, width), nn.Tanh()).apply(init_weights(width))
         self.head = masked_lm.head if masked_lm.config.head_transform else pooler
         self.drop = nn.Dropout(dropout)
-        self.classifier = nn.Linear(width, n_labels).apply(init_weights)
+        self.classifier = nn.Linear(width, n_labels).apply(init_weights(width))
 
     def forward(self, ids, attention_mask=None, token_types=None):
         """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS]; attention_mask is 1 at real tokens."""
@@ -280,9 +280,17 @@ class Classifier(nn.Module):
         return self.classifier(self.drop(self.head(x)))
 
 
-def init_weights(module):
-    """N(0, 0.02) for every matrix and table, zero biases (arXiv 1810.04805; the paper's code too)."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+def init_weights(width):
+    """A function for apply(): every matrix and table N(0, 0.02 · √(768 / width)), zero biases.
+
+    0.02 is BERT's (arXiv 1810.04805; the paper's code too), which has width 768; wider models keep it. With it a narrow
+    model begins with almost uniform attention: at 128 wide five minutes ended at 5.31 instead of 5.08 (results/)."""
+    std = 0.02 * max(1.0, 768 / width) ** 0.5
+
+    def init(module):
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    return init

@@ -221,6 +221,19 @@ def test_the_recipes_have_their_sizes(name, parameters, monkeypatch):
         assert count(MaskedLM(config)) == parameters
 
 
+@pytest.mark.parametrize(("width", "heads", "std"), [(768, 12, 0.02), (1024, 16, 0.02), (192, 3, 0.04)])
+def test_the_spread_of_fresh_weights(width, heads, std):
+    """BERT's 0.02 from its width on, and as much larger as keeps attention's scores alike in a narrower model."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=500, n_layer=2, n_head=heads, n_embd=width, n_inner=2 * width, zero_init=False)
+    model = Classifier(MaskedLM(ModelConfig(**sizes, position="learned", linear_bias=True)), 64)
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            assert p.std().item() == pytest.approx(std, rel=0.02) and abs(p.mean().item()) < 0.02 * std, name
+        else:
+            assert (p == (1 if "norm" in name and "bias" not in name else 0)).all(), name
+
+
 def test_zero_init_makes_every_block_the_identity():
     torch.manual_seed(0)
     model = MaskedLM(ModelConfig(**SMALL)).eval()

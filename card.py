@@ -34,9 +34,9 @@ machine, after [Cramming](https://arxiv.org/abs/2212.14034).
 | held-out loss, step {at:,} | {loss_15:.3f} nats per token at 15 % masked, {loss_25:.3f} at 25 % |
 | the same per character | {per_char:.3f} nats |
 | arithmetic | {flops:.3g} floating-point operations, in {amp_dtype} |
-| budget | {budget}, {hours:.2f} hours of it used |
+| budget | {budget}; it took {hours:.2f} hours |
 | machine | {device}, {processes} × {threads} threads, torch {torch} |
-| date, code | {date}, commit {commit} |
+| begun or last resumed | {date}, commit {commit} |
 | recipe | {recipe} |
 {glue}
 It knows what its text says, mistakes and prejudices included, and nothing else; it fills gaps and makes a start for

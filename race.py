@@ -110,12 +110,7 @@ def is_done(folder, values, data):
         facts = json.loads((folder / "run.json").read_text())
     except (OSError, ValueError):
         return False
-    return printed(folder).exists() and facts.get("data") == data and facts["settings"] == values
-
-
-def printed(folder):
-    """Where the output of a finished run is."""
-    return folder.with_name(folder.name + ".txt")
+    return folder.with_name(folder.name + ".txt").exists() and facts.get("data") == data and facts["settings"] == values
 
 
 def run(contender, flags, values, data):
@@ -125,7 +120,8 @@ def run(contender, flags, values, data):
         print(f"{folder} is there already")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    printed(folder).unlink(missing_ok=True)
+    printed = folder.with_name(folder.name + ".txt")  # there, and so named, once the run is over
+    printed.unlink(missing_ok=True)
     command = [sys.executable, str(TRAIN), contender.recipe, *(f"--{name}={value}" for name, value in flags.items())]
     running = folder.with_name(folder.name + ".running.txt")
     with open(running, "w", encoding="utf-8") as f:
@@ -133,7 +129,7 @@ def run(contender, flags, values, data):
     last = (running.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
     if failed or last.startswith("stopped at step"):
         sys.exit(f"{' '.join(command[1:])} did not come to its end: {last}")
-    running.rename(printed(folder))
+    running.rename(printed)
     print(f"{folder}: held-out loss {load_run(folder)[1][-1][HELD_OUT]:.3f}", flush=True)
 
 
@@ -195,6 +191,17 @@ def load_run(folder):
     return facts, rows
 
 
+def drawn(folders):
+    """Contenders of folders with runs; those that differ in their seed alone are one."""
+    found = {}
+    for folder in sorted(folders, key=lambda folder: load_run(folder)[0]["settings"]["seed"]):
+        facts, rows = load_run(folder)
+        name = Path(folder).name.removesuffix(f"-{facts['settings']['seed']}")
+        recipe = str(facts["settings"] | {"seed": 0, "out_dir": name})
+        found.setdefault(recipe, Contender(name, "", [])).runs.append((facts, rows))
+    return list(found.values())
+
+
 def race(contenders):
     """Run all contenders on data_dir, in turns."""
     require(globals(), {"seeds": (1, 1000), "budget_hours": (1e-6, 1e6), "evals": (1, 10**6), "eval_rows": (1, 10**8)})
@@ -220,12 +227,7 @@ def race(contenders):
 
 def main():
     if plot:
-        found = {}
-        for folder in plot.split(","):
-            facts, rows = load_run(folder)
-            name = Path(folder).name.removesuffix(f"-{facts['settings']['seed']}")
-            found.setdefault(name, Contender(name, "", [])).runs.append((facts, rows))
-        contenders = list(found.values())
+        contenders = drawn(plot.split(","))
     else:
         contenders = [contender(text) for text in sys.argv[1:] if not text.startswith("--")]
         race(contenders)

@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT, SMALL_DATA, SMALL_MODEL
 from test_finetune_glue import model_folder
 
+import train
 from configurator import SCRIPTS, configure, settings
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -62,6 +63,10 @@ def test_every_command_has_flags_and_recipes_that_exist(monkeypatch):
             block = {k: v for k, (v, _) in settings(ROOT / name).items()}
             block["__file__"] = str(ROOT / name)
             configure(block, flags, also=also)  # exits where one is unknown or of a wrong type
+        if name == "train.py":  # as it stands there, not shortened
+            for key in settings(ROOT / name):
+                monkeypatch.setattr(train, key, block[key])
+            train.check_settings()
         scripts += 1
     assert scripts > 25
 
@@ -125,7 +130,7 @@ def test_nothing_is_left_out_without_a_reason():
     "prepare.py", "train.py", "finetune_glue.py",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("bench.py", "race.py"))])  # fmt: skip
 def test_what_can_run_here_runs(workplace, data_dir, name):
-    """All commands of a script one after the other, each as it stands there with SHORT behind."""
+    """All commands of a script one after the other, each with SHORT behind what stands there."""
     for model in ("NAME", "small54", "fineweb_edu") if name == "finetune_glue.py" else ():
         model_folder(workplace / "out" / model, data_dir)
     lines = []

@@ -127,8 +127,8 @@ def test_nothing_is_left_out_without_a_reason():
 
 
 @pytest.mark.parametrize("name", [
-    "prepare.py", "train.py", "finetune_glue.py",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bench.py", "race.py"))])  # fmt: skip
+    "prepare.py", "train.py",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("finetune_glue.py", "bench.py", "race.py"))])  # fmt: skip
 def test_what_can_run_here_runs(workplace, data_dir, name):
     """All commands of a script one after the other, each with SHORT behind what stands there."""
     for model in ("NAME", "small54", "fineweb_edu") if name == "finetune_glue.py" else ():

@@ -99,6 +99,7 @@ ELSEWHERE = {  # why a command is not run here
     r"pip |hf upload|python -m pytest": "no script of ours",
     r"python prepare.py$|python prepare.py .*--source=(allenai|monology|wikimedia|'OSCAR)": "needs a network",
     r".*--baseline=hf:bert-base-uncased": "needs a network",
+    r"python bench.py .*--compare=True": "tests/test_bench.py has it, with a smaller BERT",
     r"torchrun": "tests/test_parallel.py starts it, with fewer ranks",
 }
 ONE_BY_ONE = """

@@ -483,7 +483,7 @@ def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypa
     (tmp_path / "race.md").write_text("precious")
     monkeypatch.setattr(race, "out_dir", str(tmp_path))
     monkeypatch.setattr(race, "plot", "x")
-    monkeypatch.setattr(race, "load_run", lambda folder: ({}, []))
+    monkeypatch.setattr(race, "load_run", lambda folder: ({"settings": {"seed": 0}}, []))
     with pytest.raises(SystemExit, match="it is not ours, choose another --out_dir"):
         race.main()
     (tmp_path / "glue.md").write_text("precious")

@@ -92,7 +92,7 @@ SHORT = {  # appended to every command, so that it takes a second or two
     "train.py": TINY | {"data_dir": "data/ready", "max_steps": 2, "eval_rows": 8, "evals": 1, "n_narrow": 0},
     "bench.py": TINY | {"data_dir": "data/ready", "bench_steps": 2, "batch_size": 8},
     "race.py": {k: v for k, v in TINY.items() if k not in ("vocab_size", "samples")}
-    | {"n_narrow": 0, "data_dir": "data/ready", "budget_hours": 0.0005, "seeds": 1, "evals": 1, "eval_rows": 8},
+    | {"n_narrow": 0, "data_dir": "data/ready", "max_steps": 2, "seeds": 1, "evals": 1, "eval_rows": 8},
     "finetune_glue.py": {"seeds": 1, "epochs": 1, "dtype": "float32", "glue_dir": "GLUE"},
 }
 ELSEWHERE = {  # why a command is not run here
@@ -137,6 +137,8 @@ def test_what_can_run_here_runs(workplace, data_dir, name):
     lines = []
     for command in runnable(name):
         _, *args = shlex.split(command)
+        if name == "race.py":  # two of its contenders
+            args = [*args[:3], *(a for a in args[3:] if a.startswith("--"))]
         lines.append([*args, *(f"--{k}={v}" for k, v in SHORT[name].items())])
     assert len(lines) > 1
     ours = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # threads do not survive a fork

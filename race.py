@@ -6,8 +6,7 @@
 
 A contender is a recipe, shrunk if that is asked for, then changed by what follows a +. Each runs as train.py in a
 process of its own, one after the other in turns, seed by seed; settings of train.py on the command line hold for all.
-What is there already is not run again.
-out_dir gets the runs, race.md (the table), race.csv (every run) and race.png.
+What is there already is not run again. out_dir gets the runs, race.md (the table), race.csv (every run) and race.png.
 """
 
 import ast

@@ -29,7 +29,7 @@ budget_hours = 24.0             # wall-clock hours for the whole run
 max_steps = 0                   # stop after this many optimiser steps, whatever the clock says; 0 = by the clock
 # the batch
 micro_batch = 256               # rows per forward pass; lower it if memory runs out, the batch stays the same
-batch_size = 4096               # rows per optimiser step, from batch_ramp on
+batch_size = 4096               # rows per optimiser step, from batch_ramp on: half a million tokens, as in nanochat
 batch_start = 1024              # rows per optimiser step at the start
 batch_ramp = 0.6                # share of the run over which the batch grows (paper 4.3); 0 = batch_size at once
 # the objective
@@ -37,11 +37,11 @@ mask_rate = 0.30                # share of a row's tokens to predict at the star
 mask_rate_end = 0.15            # ... to 15 % at the end is worth half a point of GLUE over any fixed rate)
 mask_token_share = 1.0          # share of those that become [MASK]; BERT's recipe is 0.8 ...
 random_token_share = 0.0        # ... and 0.1 for this: the share that becomes a random token; the rest stays
-# the optimiser
+# the optimiser: why these values, and what lost, is told under The race in the README
 optimizer = "muon"              # muon: Muon (muon.py) on the blocks' matrices, AdamW on the rest | adamw | adam
-muon_lr = 0.02                  # peak learning rate of Muon, in its own scale ("original")
+muon_lr = 0.02                  # peak learning rate of Muon, in its own scale ("original"); speed runs: 0.02 to 0.035
 muon_weight_decay = 0.05        # decoupled, of Muon's matrices
-lr = 0.004                      # peak learning rate of AdamW and Adam, as in log.csv; the paper, with AdamW only, 0.001
+lr = 0.004                      # peak learning rate of AdamW and Adam, a guess beside Muon; AdamW alone: 0.001 (paper)
 weight_decay = 0.0              # of AdamW (decoupled) and Adam (coupled), norms and biases exempt; the paper has 0.01
 beta1 = 0.9                     # of AdamW and Adam
 beta2 = 0.95                    # of AdamW and Adam; the paper has 0.98
@@ -49,7 +49,7 @@ adam_eps = 1e-10                # of AdamW and Adam; the paper has 1e-12
 grad_clip = 1.0                 # largest global norm of the gradient; 0 = no clipping
 schedule = "trapezoid"          # trapezoid | triangle (the paper's) | cosine | linear
 warmup = 0.01                   # share of the run in which the learning rate rises (trapezoid, cosine, linear)
-cooldown = 0.65                 # share of the run at its end in which it falls to 0 (trapezoid)
+cooldown = 0.65                 # share of the run at its end in which it falls to 0 (trapezoid), as in nanochat
 # the model: the paper's size, natively a ModernBERT (see model.py)
 vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
@@ -72,7 +72,7 @@ decoder_bias = True             # a bias for each entry of the vocabulary
 token_types = 0                 # entries of a token-type table; BERT has 2
 norm_eps = 1e-5
 dropout = 0.0                   # one epoch or a few: nothing to regularise (paper 4.3)
-zero_init = True                # the blocks' output matrices start at zero
+zero_init = True                # the blocks' output matrices start at zero, as in speed runs; not for minutes on a CPU
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of the matrix products; weights stay float32

@@ -65,8 +65,8 @@ def contender(text):
 def shrunken(values, layers, width, batch):
     """Settings that make a recipe small by one rule: depth, heads (of the same size), MLP and batch each divided.
 
-    Adam's learning rate grows as the width falls (arXiv 2203.03466, table 3); beside Muon it is that of the embeddings
-    above all, and stays, as Muon's own does."""
+    Adam's learning rate grows as the width falls (arXiv 2203.03466, table 3); beside Muon it stays, as Muon's own does,
+    though the README finds that it should grow too."""
 
     def rows(name):
         return MICRO_BATCH * max(1, round(values[name] / batch / MICRO_BATCH))

@@ -1,7 +1,7 @@
 """A BERT of 1.7M parameters for five minutes of one CPU core: what the race measures its factors with.
 
-Small enough to be well past the plateau by then, where 4.8M parameters have hardly left it. Counted in steps, for here
-the clock is the larger noise: the same recipe ended at 4.82 and, on a machine that was a tenth slower, at 4.92.
+Small enough to be well past the plateau by then; 4.8M parameters end no lower after ten minutes. Counted in steps, for
+the clock is the larger noise on a machine that is a fifth slower at times.
 """
 
 # prepare.py: as config/small.py has it

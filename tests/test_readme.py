@@ -127,7 +127,8 @@ def test_nothing_is_left_out_without_a_reason():
     assert all(any(re.match(pattern, c) for c in commands()) for pattern in ELSEWHERE)
 
 
-@pytest.mark.parametrize("name", [s if s == "prepare.py" else pytest.param(s, marks=pytest.mark.slow) for s in SCRIPTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_what_can_run_here_runs(workplace, data_dir, name):
     """All commands of a script one after the other, each with SHORT behind what stands there."""
     for model in ("NAME", "small54", "fineweb_edu") if name == "finetune_glue.py" else ():

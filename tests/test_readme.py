@@ -131,7 +131,7 @@ def test_nothing_is_left_out_without_a_reason():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_can_run_here_runs(workplace, data_dir, name):
     """All commands of a script one after the other, each with SHORT behind what stands there."""
-    for model in ("NAME", "small54", "fineweb_edu") if name == "finetune_glue.py" else ():
+    for model in ("NAME", "small54", "fineweb_edu", "mini/mini-0") if name == "finetune_glue.py" else ():
         model_folder(workplace / "out" / model, data_dir)
     lines = []
     for command in runnable(name):

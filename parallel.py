@@ -30,6 +30,10 @@ def join(device):
         if gpus <= LOCAL_RANK:
             sys.exit(f"there is no GPU for process {LOCAL_RANK} of this machine: type --nproc_per_node={gpus}")
         torch.cuda.set_device(LOCAL_RANK)
+    # Its functions' defaults are the group there is at its import. torch imports it sooner or later, and a group they
+    # keep is not destroyed by leave(): the threads of gloo run on while Python ends, and now and then abort it.
+    from torch.distributed.nn import functional  # noqa: F401
+
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
 
 

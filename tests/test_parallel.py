@@ -20,10 +20,10 @@ import train as module
 SETTINGS = SMALL_MODEL | {"batch_size": 24, "zero_init": False, "samples": "", "evals": 3, "log_every": 1}
 
 
-def torchrun(n, **settings):
-    """train.py in n processes, as a user would start it, stdout and stderr together."""
+def torchrun(n, script=ROOT / "train.py", **settings):
+    """A script in n processes, as a user would start it, stdout and stderr together."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    command += [str(ROOT / "train.py"), *(f"--{k}={v}" for k, v in settings.items())]
+    command += [str(script), *(f"--{k}={v}" for k, v in settings.items())]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -103,6 +103,29 @@ def test_a_stopped_and_a_dead_rank_and_other_numbers_of_ranks(train, monkeypatch
     alone(train, monkeypatch, **settings, out_dir=str(out), init="resume")
     alone(train, monkeypatch, **settings, out_dir=str(tmp_path / "undisturbed"), init="scratch")
     assert_equal_runs(tmp_path / "undisturbed", out, 1e-3)
+
+
+def test_no_thread_of_gloo_outlives_the_group(tmp_path):
+    """One that still runs when Python ends may abort the process: seen once, after a run that was complete."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+import parallel
+
+def threads():
+    return sum("gloo_runloop" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
+
+parallel.join("cpu")
+import torch._dynamo  # as an optimiser does; its imports see the group
+parallel.agree(0.0, False)
+began = threads()
+parallel.leave()
+sys.stdout.write(f"threads {{began > 0}} {{threads()}}\\n")
+""")
+    said, _ = (ranks := torchrun(2, script)).communicate(timeout=100)
+    assert ranks.returncode == 0 and said.count("threads True 0") == 2, said
 
 
 def test_slips_and_lost_ranks_are_one_line(train, monkeypatch):

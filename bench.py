@@ -149,7 +149,6 @@ def dearest(run):
     with torch.profiler.profile() as profiler:
         for _ in range(3):
             step(run)
-    Path(trace).parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(trace)
     events, own = profiler.key_averages(), "self_cpu_time_total"  # in microseconds
     if run.device.type == "cuda":  # the kernels; the operators that started them carry the same time once more
@@ -261,8 +260,10 @@ def side_by_side(batch, dev, amp_dtype):
 def main():
     vars(train).update(TRAIN)
     require(globals(), {"bench_steps": (2, 10**6)})
-    if profile and Path(trace).exists() and b'"traceEvents"' not in Path(trace).read_bytes():
-        sys.exit(f"{trace} exists and is no trace: choose another --trace")
+    if profile:
+        if Path(trace).exists() and b'"traceEvents"' not in Path(trace).read_bytes():
+            sys.exit(f"{trace} exists and is no trace: choose another --trace")
+        Path(trace).absolute().parent.mkdir(parents=True, exist_ok=True)
     config, ramp = train.check_settings(), [train.batch_rows(i / 1000) for i in range(1000)]
     train.max_steps = 2**40  # a step is not cut short by the clock
     torch.set_float32_matmul_precision("high")
@@ -296,5 +297,9 @@ def main():
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:
+        sys.exit("stopped: nothing was kept")
+    except OSError as e:
+        sys.exit(f"{e.filename or train.data_dir}: {e.strerror or e}")
     except torch.OutOfMemoryError:
         sys.exit(f"out of memory: type a smaller --micro_batch (now {train.micro_batch})")

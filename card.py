@@ -84,7 +84,7 @@ def sealed(body):
 def write(folder):
     """Write README.md into folder, unless one is there that was edited, or something of the run is missing."""
     path = Path(folder) / "README.md"
-    with contextlib.suppress(Exception):  # a card is no reason to lose a run
+    with contextlib.suppress(Exception, SystemExit):  # a card, or a broken glue.json, is no reason to lose a run
         new, old = sealed(text(folder)), path.read_text(encoding="utf-8") if path.exists() else ""
         if not old or old == sealed(old[: old.rfind("\n<!-- nanocram ")]):
             write_beside(path, lambda temporary: temporary.write_text(new, encoding="utf-8"))

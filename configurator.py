@@ -7,6 +7,7 @@ import ast
 import contextlib
 import difflib
 import math
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -76,6 +77,7 @@ def configure(namespace, argv=None, also=""):
     for where, name, value in asked:
         if name in block:
             default = block[name][0]
+            value = os.path.expanduser(value) if isinstance(value, str) else value  # a shell leaves --model=~/x alone
             if type(default) is float and type(value) is int and abs(value) < 2**53:
                 value = float(value)
             if type(value) is not type(default) or (type(value) is float and not math.isfinite(value)):

@@ -353,6 +353,7 @@ def main():
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for each of the many shapes
     if not folder.is_dir():
         sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
+    record.glue_lock(folder).close()  # a folder that cannot be written shows now, not after the first task
     foreign = baseline.startswith("hf:")
     system = hugging_face(baseline[3:]) if foreign else ours(model, baseline == "scratch")
     for name in names if save_models and not baseline else ():

@@ -59,7 +59,7 @@ OURS = ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin", "meta
 
 def source_files(pattern):
     """The local files that pattern names, sorted; [] if it names a Hub data set instead."""
-    files = sorted(f for f in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(f))
+    files = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
     kinds = [file_kind(f) for f in files]
     if None in kinds:
         sys.exit(f"{files[kinds.index(None)]} is of no known kind: rename it to .txt or .jsonl (.gz), or .parquet")
@@ -277,7 +277,8 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
     if not count["rows"]:
         sys.exit(f"{count['tokens']} tokens are fewer than one row of {seq_len}: give more text, or --filter_ratio=0")
     if not count["val_rows"]:
-        sys.exit(f"less than a row fell into the held-out share: type --val_share={min(0.5, 10 * val_share):g}")
+        sys.exit(f"less than a row of {count['read']} documents was held out: type --val_share="
+                 f"{min(0.5, 10 * val_share):g}, or give more; blank lines divide a text file into documents")
     return count
 
 
@@ -296,6 +297,8 @@ def claim(goal, wanted):
         sys.exit(f"{goal} holds a data set with other settings ({other}): delete it or choose another --data_dir")
     if goal.exists() and (not goal.is_dir() or any(goal.iterdir())):
         sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
+    if goal.is_symlink() or goal.is_mount():
+        sys.exit(f"{goal} is a link or a mount point, which nothing can take the place of: type --data_dir={goal}/data")
     partial = Path(f"{goal.absolute()}.partial")
     if partial.exists():
         left = list(partial.iterdir())
@@ -308,12 +311,17 @@ def claim(goal, wanted):
 
 
 def raw_size(path):
-    """Bytes of text in a local file, about: the trailer of a gzip says it (modulo 4 GiB), others count as they are."""
+    """Bytes of text in a local file, about: a parquet's footer or the trailer of a gzip (modulo 4 GiB) says it."""
     size = os.path.getsize(path)
-    with contextlib.suppress(OSError), open(path, "rb") as f:  # one that cannot be read is told of later
+    with contextlib.suppress(Exception), open(path, "rb") as f:  # one that cannot be read is told of later
+        if file_kind(path) == "parquet":
+            from pyarrow.parquet import read_metadata
+
+            footer = read_metadata(f)
+            return sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
         if f.read(2) == b"\x1f\x8b" and size > 18:
             f.seek(-4, os.SEEK_END)
-            return int.from_bytes(f.read(4), "little")
+            return max(size, int.from_bytes(f.read(4), "little"))  # of several members, it is the last one's
     return size
 
 
@@ -361,8 +369,8 @@ def main():
     errors.clear()  # files that could not be read will be met again
     count = write_rows(tokenizer, paths, total_bytes, partial, errors)
 
-    meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16", "settings": wanted, "counts": count}
-    meta |= {"errors": errors, "sha256": {}}
+    meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16", "settings": wanted, "counts": count,
+            "errors": errors, "sha256": {}}  # fmt: skip
     for path in sorted(partial.iterdir()):
         with open(path, "r+b") as f:
             meta["sha256"][path.name] = hashlib.file_digest(f, "sha256").hexdigest()

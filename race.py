@@ -9,17 +9,19 @@ process of its own, one after the other in turns, seed by seed; settings of trai
 What is there already is not run again. out_dir gets the runs, race.md (the table), race.csv (every run) and race.png.
 """
 
-import ast
+import contextlib
 import csv
+import io
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from configurator import assignments, configure, require, settings
+from configurator import configure, require, settings
 
 data_dir = "data/small"    # what prepare.py wrote; its vocabulary and row length are everybody's
 out_dir = "out/race"       # one folder a run, named after recipe, changes and seed
@@ -35,6 +37,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a typ
     configure(globals(), FLAGS, also="train.py")
 
 import record
+import train
 from disk import write_beside
 
 TRAIN = Path(__file__).with_name("train.py")
@@ -81,26 +84,33 @@ def shrunken(values, layers, width, batch):
     }  # fmt: skip
 
 
-def literal(text):
+def resolved(recipe, flags, check):
+    """{name: value} of all settings of train.py with a recipe and flags; exits, as it would, if they cannot work."""
+    before = {name: getattr(train, name) for name in settings(TRAIN)}
+    vars(train).update({name: default for name, (default, _) in settings(TRAIN).items()})
     try:
-        return ast.literal_eval(str(text))
-    except (ValueError, SyntaxError):
-        return text
+        with contextlib.redirect_stdout(io.StringIO()):
+            configure(vars(train), [recipe, *(f"--{name}={value}" for name, value in flags.items())])
+        if check:
+            train.check_settings()
+        return {name: getattr(train, name) for name in before}
+    finally:
+        vars(train).update(before)
 
 
 def wanted(contender, common, seed):
     """(the settings on the command line of a contender's run, {name: text}; the values of all its settings)."""
-    values = {name: value for name, (value, _) in settings(TRAIN).items()}
     changes = dict(change.split("=", 1) for change in contender.changes)
-    if unknown := changes.keys() - values.keys():
-        sys.exit(f"{contender.name}: train.py has no setting {unknown.pop()}")
-    recipe = assignments(contender.recipe, strict=True)
-    values |= {name: value for name, (value, _) in recipe.items() if name in values}
-    values |= {name: literal(text) for name, text in changes.items()}
-    if shrink:
-        changes = shrunken(values, *(float(part) for part in shrink.split(","))) | changes
-    flags = changes | common | {"seed": seed, "out_dir": f"{out_dir}/{contender.name}-{seed}"}
-    return flags, values | {name: literal(text) for name, text in flags.items()}
+    everyones = common | {"seed": seed, "out_dir": f"{out_dir}/{contender.name}-{seed}"}
+    if same := changes.keys() & everyones.keys():
+        sys.exit(f"{contender.name}: {same.pop()} is one for all contenders, set by race.py or its command line")
+    try:
+        if shrink:
+            values = resolved(contender.recipe, changes, check=False)
+            changes = shrunken(values, *(float(part) for part in shrink.split(","))) | changes
+        return changes | everyones, resolved(contender.recipe, changes | everyones, check=True)
+    except SystemExit as e:
+        sys.exit(f"{contender.name}: {e}")
 
 
 def is_done(folder, values, data):
@@ -191,14 +201,15 @@ def load_run(folder):
 
 
 def drawn(folders):
-    """Contenders of folders with runs; those that differ in their seed alone are one."""
+    """Contenders of folders with runs; those that differ in their seed alone are one. Equal names become folders."""
     found = {}
     for folder in sorted(folders, key=lambda folder: load_run(folder)[0]["settings"]["seed"]):
         facts, rows = load_run(folder)
         name = Path(folder).name.removesuffix(f"-{facts['settings']['seed']}")
         recipe = str(facts["settings"] | {"seed": 0, "out_dir": name})
-        found.setdefault(recipe, Contender(name, "", [])).runs.append((facts, rows))
-    return list(found.values())
+        found.setdefault(recipe, Contender(name, folder, [])).runs.append((facts, rows))
+    names = [c.name for c in found.values()]
+    return [c if names.count(c.name) == 1 else Contender(c.recipe, c.recipe, [], c.runs) for c in found.values()]
 
 
 def race(contenders):
@@ -225,14 +236,14 @@ def race(contenders):
 
 
 def main():
+    folder = Path(out_dir)
+    if (folder / "race.md").exists() and not (folder / "race.csv").exists():
+        sys.exit(f"{folder}/race.md is there without a race.csv: it is not ours, choose another --out_dir")
     if plot:
         contenders = drawn(plot.split(","))
     else:
         contenders = [contender(text) for text in sys.argv[1:] if not text.startswith("--")]
         race(contenders)
-    folder = Path(out_dir)
-    if (folder / "race.md").exists() and not (folder / "race.csv").exists():
-        sys.exit(f"{folder}/race.md is there without a race.csv: it is not ours, choose another --out_dir")
     folder.mkdir(parents=True, exist_ok=True)
     lines = table(contenders)
     print("", *lines, "", sep="\n")
@@ -244,7 +255,10 @@ def main():
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the train.py that runs is ended too
     try:
         main()
     except KeyboardInterrupt:
         sys.exit("stopped: the same command does the runs that are missing")
+    except OSError as e:
+        sys.exit(f"{e.filename or out_dir}: {e.strerror or e}")

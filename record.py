@@ -218,8 +218,6 @@ def glue_runs(folder, entry):
 def add_glue_runs(folder, entry, runs):
     """Add runs to glue.json, each in place of one of the same task, seed and data, and draw glue.md anew."""
     with glue_lock(folder):  # others may be at other tasks
-        if (Path(folder) / "glue.md").exists() and not (Path(folder) / "glue.json").exists():
-            sys.exit(f"{folder}/glue.md is there without a glue.json: it is not ours, move it away")
         systems = put_glue_runs(read_glue(folder), entry, runs)
         text = json.dumps({"systems": systems}, indent=1)
         write_beside(Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8"))
@@ -228,6 +226,9 @@ def add_glue_runs(folder, entry, runs):
 
 
 def glue_lock(folder):
+    """The lock on a folder's glue.json and glue.md; exits if they are not ours."""
+    if (Path(folder) / "glue.md").exists() and not (Path(folder) / "glue.json").exists():
+        sys.exit(f"{folder}/glue.md is there without a glue.json: it is not ours, move it away")
     return Lock(Path(folder) / ".glue.lock", wait=True)
 
 

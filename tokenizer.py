@@ -4,7 +4,8 @@
     python -c "from transformers import AutoTokenizer as A; print(A.from_pretrained('data/tiny')('Hello, world!'))"
 
 The tokenizers library trains the vocabulary and defines the file, so transformers loads it with no code of ours;
-tiktoken, several times faster, is what prepare.py, train.py and finetune_glue.py use. The ids are equal on any text.
+tiktoken, several times faster, is what prepare.py, train.py and finetune_glue.py use. The ids are equal on any
+text but one that spells a special token: there transformers makes that token, as its users expect of "[MASK]".
 """
 
 import functools
@@ -102,7 +103,8 @@ def train_tokenizer(texts, size, mode, folder):
     tokenizer.train_from_iterator((normalise(t, mode) for t in texts), trainer)
     got = tokenizer.get_vocab_size()
     if got < size:
-        sys.exit(f"the text yields a vocabulary of only {got} entries: type --vocab_size={got}, or give more text")
+        less = f"type --vocab_size={got}, or " if got > 260 else ""  # 260: bytes and special tokens, no text at all
+        sys.exit(f"the text yields a vocabulary of only {got} entries: {less}give more text")
     pair = "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
     ends = [("[CLS]", CLS), ("[SEP]", SEP)]
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, special_tokens=ends)
@@ -126,7 +128,7 @@ def train_tokenizer(texts, size, mode, folder):
 
 
 class Tokenizer:
-    """tiktoken reading a tokenizer.json of ours; ids equal those of AutoTokenizer on any text. Safe in threads."""
+    """tiktoken reading a tokenizer.json of ours; safe in threads. "[MASK]" in a text is text like any other."""
 
     def __init__(self, path):
         """Raises ValueError if path is no tokenizer.json written by this file."""

@@ -84,6 +84,14 @@ def test_wrong_type_is_one_line(example, flag):
     assert "should be of type" in message(example, flag)
 
 
+def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text('data_dir = "data"\nsamples = ""\n')
+    monkeypatch.setenv("HOME", "/home/me")
+    space = {"__file__": str(tmp_path / "script.py"), "__doc__": "Doc.", "data_dir": "data", "samples": ""}
+    configure(space, ["--data_dir=~/x", "--samples=a ~ b"])
+    assert (space["data_dir"], space["samples"]) == ("/home/me/x", "a ~ b")
+
+
 def test_typo_names_the_nearest(example):
     assert "did you mean count?" in message(example, "--cuont=1")
     assert "has no setting source" in message(example, "--source=b")

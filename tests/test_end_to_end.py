@@ -81,6 +81,8 @@ def test_the_model_card(finished, tmp_path):
     path.write_text(with_glue.replace("license: other", "license: mit"))
     card.write(out)
     assert "license: mit" in path.read_text()
+    (out / "glue.json").write_text("broken")
+    card.write(out)  # that is for finetune_glue.py to say
     path.unlink()
     (out / "log.csv").unlink()
     card.write(out)

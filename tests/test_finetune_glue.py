@@ -432,7 +432,10 @@ def test_a_users_slip_is_one_line(model, glue_files, tmp_path, data_dir):
     (empty / "WNLI/train.tsv").write_text("index\tsentence1\tsentence2\tlabel\n0\ta\tb\t7\n")
     broken = model_folder(tmp_path / "broken", data_dir)
     (broken / "glue.json").write_text('{"systems": [{}]}')
+    foreign = model_folder(tmp_path / "foreign", data_dir)
+    (foreign / "glue.md").write_text("my own notes")
     cases = [
+        ({"model": foreign}, "glue.md is there without a glue.json: it is not ours"),
         ({"model": swapped}, "the tokenizer has 600 entries, the model 601"),
         ({"model": short}, "takes at most 64 tokens: type --glue_seq_len=64"),
         ({"model": tmp_path / "nowhere"}, "not found: name the folder of a run"),

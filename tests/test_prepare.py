@@ -158,6 +158,13 @@ def test_the_size_of_a_file_that_cannot_be_read_is_no_reason_to_stop(tmp_path, m
         (tmp_path / name).write_bytes(content)
     sizes = [module.raw_size(str(tmp_path / name)) for name in ("a.txt", "b.txt.gz", "c.txt.gz")]
     assert sizes == [40, 999, 63]
+    parts = [gzip.compress(os.urandom(n)) for n in (3000, 2)]
+    (tmp_path / "parts.txt.gz").write_bytes(b"".join(parts))
+    assert module.raw_size(str(tmp_path / "parts.txt.gz")) == sum(map(len, parts))  # the trailer says 2
+    texts = pyarrow.table({"text": [f"{i} times the same" for i in range(50_000)]})
+    pyarrow.parquet.write_table(texts, tmp_path / "d.parquet", compression="zstd")
+    size = os.path.getsize(tmp_path / "d.parquet")
+    assert 0.9 < module.raw_size(str(tmp_path / "d.parquet")) / sum(len(t) for t in texts["text"].to_pylist()) < 2, size
 
     def refuse(*args):
         raise PermissionError(13, "Permission denied")
@@ -228,7 +235,11 @@ def test_slips_are_one_line(tmp_path, corpus):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "train.bin").write_text("precious")
-    strange = tmp_path / "strange.partial"
+    strange, linked = tmp_path / "strange.partial", tmp_path / "linked"
+    (tmp_path / "aim").mkdir()
+    linked.symlink_to(tmp_path / "aim")
+    words = [line for line in corpus.read_text().splitlines() if line][:2000]
+    (tmp_path / "single.txt").write_text("\n".join(words))
     strange.mkdir()
     (strange / "thesis.tex").write_text("precious")
     cases = [
@@ -238,6 +249,8 @@ def test_slips_are_one_line(tmp_path, corpus):
         (dict(source=tmp_path / "empty.txt"), "no text in"),
         (dict(source="nobody/nothing"), "no text in nobody/nothing; nobody/nothing: "),
         (dict(source=tmp_path / "short.txt"), "the text yields a vocabulary of only"),
+        (dict(source=tmp_path / "single.txt"), "of 1 documents was held out: type --val_share=0.5, or give"),
+        (dict(source=corpus, data_dir=linked), "is a link or a mount point"),
         (dict(source=tmp_path / "short.txt", vocab_size=261, val_share=1e-9), "fewer than one row of 128"),
         (dict(source=corpus, val_share=1e-8), "type --val_share=1e-07"),
         (dict(source=corpus, vocab_size=70000), "vocab_size=70000 cannot work"),

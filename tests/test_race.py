@@ -73,7 +73,12 @@ def test_slips_are_one_line(tmp_path, data_dir, monkeypatch):
         ([small, "--data_dir=nowhere"], "nowhere holds no data: run python prepare.py --data_dir=nowhere first"),
         ([small, "--n_layers=3"], "race.py has no setting n_layers; did you mean n_layer?"),
         (["--plot=nowhere"], "nowhere holds no finished run of train.py"),
-        ([small, f"{small}+lrr=1", f"--data_dir={data_dir}"], "tiny+lrr=1: train.py has no setting lrr"),
+        ([small, f"{small}+lrr=1", f"--data_dir={data_dir}"], "tiny+lrr=1: command line: train.py has no setting lrr"),
+        ([small, f"{small}+lr=fast", f"--data_dir={data_dir}"], "tiny+lr=fast: command line: lr='fast' should be of"),
+        ([small, f"{small}+optimizer=adamx", f"--data_dir={data_dir}"], "adamx: optimizer=adamx cannot work: it must"),
+        ([small, f"{small}+evals=3", f"--data_dir={data_dir}"], "evals is one for all contenders"),
+        ([small, f"{small}+seed=3", f"--data_dir={data_dir}"], "seed is one for all contenders"),
+        ([small, f"{small}+lr=1", f"--data_dir={data_dir}", "--lr=2"], "lr is one for all contenders"),
         ([small, f"--data_dir={data_dir}", "--shrink=4,3"], "shrink=4,3 should be three numbers, like 4,3,64"),
         ([small, f"--data_dir={data_dir}", "--shrink=4,x,0"], "shrink=4,x,0 should be three numbers"),
         ([small, f"--data_dir={data_dir}", "--seed=3"], "seed is for race.py to set"),
@@ -132,6 +137,6 @@ def test_a_race(tmp_path, data_dir):
         text = json.dumps(facts | {"settings": facts["settings"] | {"seed": seed, "optimizer": optimizer}})
         (again / "run.json").write_text(text)
     drawn = script("race.py", plot=",".join(f"{tmp_path}/both-{i}" for i in (1, 2, 0)), out_dir=tmp_path / "drawn")
-    assert drawn.stdout.count("| both |") == 2, drawn.stdout
+    assert [drawn.stdout.count(f"| {tmp_path}/both-{i} |") for i in range(3)] == [1, 0, 1], drawn.stdout
     with open(tmp_path / "drawn" / "race.csv") as f:
         assert [row["seed"] for row in csv.DictReader(f)] == ["0", "1", "2"]

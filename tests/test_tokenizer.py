@@ -106,3 +106,9 @@ def test_a_foreign_file_is_refused(tmp_path, pair):
         Tokenizer(tmp_path / "tokenizer.json")
     with pytest.raises(ValueError, match="not a tokenizer"):
         Tokenizer(tmp_path / "nowhere.json")
+
+
+def test_too_little_text_names_a_size_that_works(tmp_path):
+    for texts, advice in (([], "260 entries: give more text"), (["ab ab"], r"type --vocab_size=26\d, or give more")):
+        with pytest.raises(SystemExit, match=advice):
+            train_tokenizer(texts, 600, "plain", tmp_path)

@@ -29,6 +29,7 @@ if __name__ == "__main__":  # before the heavy imports, so that --help and a typ
 import numpy as np
 import torch
 
+import exits
 import host
 import machine
 import train
@@ -295,11 +296,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("stopped: nothing was kept")
-    except OSError as e:
-        sys.exit(f"{e.filename or train.data_dir}: {e.strerror or e}")
-    except torch.OutOfMemoryError:
-        sys.exit(f"out of memory: type a smaller --micro_batch (now {train.micro_batch})")
+    exits.run(main, "bench.py", "nothing was kept", lambda: f"a smaller --micro_batch (now {train.micro_batch})")

@@ -164,7 +164,7 @@ class Ragged:
 
     def batch(self, rows):
         """((ids, attention_mask, token_types), labels) of rows, (B, T) and (B,); no mask where nothing is padded."""
-        which, T = torch.from_numpy(rows).to(self.dev, non_blocking=True), self.width(rows)
+        which, T = torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda"), self.width(rows)
         at = self.start[which, None] + torch.arange(T, device=self.dev)  # (B, T)
         real = at < self.end[which, None]
         ids = self.ids[at.clamp_(max=len(self.ids) - 1)].long().masked_fill_(~real, self.pad)

@@ -64,21 +64,3 @@ class Lock:
 
     def __exit__(self, *error):
         self.close()
-
-
-class Unbreakable:
-    """A text stream that goes on where its file cannot be written: a full disk or a closed pipe must not end a day."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def write(self, text):
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)

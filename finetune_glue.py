@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -54,6 +53,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import card
+import exits
 import glue
 import machine
 import record
@@ -408,14 +408,6 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("\nstopped: the same command goes on with the fine-tuning that was cut short")
-    except OSError as e:
-        sys.exit(f"{e.filename or model}: {e.strerror or e}")
-    except torch.OutOfMemoryError:
-        name = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
-        sys.exit(f"out of memory: type --{name}={max(1, globals()[name] // 2)} (no longer the paper's protocol)")
+    size = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
+    exits.run(main, model, "the same command goes on with the fine-tuning that was cut short",
+              lambda: f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)")  # fmt: skip

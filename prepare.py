@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+import exits
 from configurator import configure, require, settings
 from disk import Lock, beside, write_beside
 from tokenizer import CLS, MASK, SEP, Tokenizer, normalise, train_tokenizer
@@ -403,9 +404,4 @@ def report(count, errors, goal, vocab_seconds, seconds):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OSError as e:
-        sys.exit(f"{e.filename or data_dir}: {e.strerror or e}: nothing finished was written; mend this and run again")
-    except KeyboardInterrupt:
-        sys.exit("stopped: nothing finished was written; run again to start over")
+    exits.run(main, data_dir, "nothing finished was written, run again to start over")

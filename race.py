@@ -14,7 +14,6 @@ import csv
 import io
 import json
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ FLAGS = [arg for arg in sys.argv[1:] if arg.startswith("--")]
 if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
     configure(globals(), FLAGS, also="train.py")
 
+import exits
 import record
 import train
 from disk import write_beside
@@ -254,11 +254,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the train.py that runs is ended too
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("stopped: the same command does the runs that are missing")
-    except OSError as e:
-        sys.exit(f"{e.filename or out_dir}: {e.strerror or e}")
+    exits.run(main, out_dir, "the same command does the runs that are missing")

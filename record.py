@@ -4,6 +4,7 @@
     python -c "import record; record.plot('out/tiny')"                      # draw out/tiny/loss.png anew
 """
 
+import contextlib
 import csv
 import gc
 import json
@@ -108,12 +109,16 @@ def append_row(folder, row):
 
 
 def read_log(folder):
-    """The rows of log.csv, [{column: number}], empty fields left out; a last line that was cut short is ignored."""
+    """The rows of log.csv, [{column: number}], empty fields left out; lines that are broken or cut off are ignored."""
     path = Path(folder) / "log.csv"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    whole = ("step", "tokens", "batch_size", "skipped")
-    return [{k: int(v) if k in whole else float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
+    whole, rows = ("step", "tokens", "batch_size", "skipped"), []
+    for row in csv.DictReader(lines):
+        with contextlib.suppress(ValueError, TypeError):
+            row = {k: int(v) if k in whole else float(v) for k, v in row.items() if v}
+            rows += [row] if {"elapsed_s", "step", "tokens"} <= row.keys() else []
+    return rows
 
 
 def drop_rows_after(folder, step):

@@ -9,10 +9,8 @@ The clock starts just before the first step. Compiling, evaluating and saving co
 out_dir gets log.csv, run.json, loss.png, ckpt.pt and a model folder that loads in transformers, all kept current.
 """
 
-import contextlib
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import fields
@@ -96,12 +94,13 @@ import torch
 
 import card
 import checkpoint
+import exits
 import host
 import machine
 import parallel
 import record
 from data import IGNORE, Rows, draw_masks, fill_masks, held_out, load_meta, load_tokenizer
-from disk import Lock, Unbreakable, beside
+from disk import Lock, beside
 from folder import not_native, plain, save
 from model import MaskedLM, ModelConfig, make_loss
 from muon import Muon
@@ -172,9 +171,10 @@ class Run:
         self.flops_per_token = self.model.flops_per_token(seq_len, self.k_max)
         # step: optimiser steps done; row: where the next one starts reading; evals_done: evaluations of this progress
         self.state = {"step": 0, "row": 0, "skipped": 0, "skipped_in_row": 0, "evals_done": -1, "logged": -1,
-                      "loss_sum": 0.0, "loss_steps": 0, "last": {}, "eval_seconds": 0.0}  # fmt: skip
+                      "loss_sum": 0.0, "loss_steps": 0, "last": {}, "eval_seconds": 0.0, "save_seconds": 0.0,
+                      "step_seconds": 0.0}  # fmt: skip
         self.seconds = dict.fromkeys(("training", "compiling", "evaluating", "saving"), 0.0)
-        self.save_seconds = self.step_seconds = self.before = 0.0
+        self.before, self.saved_step = 0.0, -1  # the step at which this process saved last
         self.start = self.saved_at = time.monotonic()
         self.stop, self.wandb = False, None
 
@@ -191,6 +191,7 @@ class Run:
             reason = (str(e).strip() or repr(e)).splitlines()[0]
             print(f"torch.compile does not work here, going on without it: {reason:.150}")
             self.loss = eager
+            self.model.train()  # where it was the evaluation
         self.drop_gradients()
 
     def drop_gradients(self):
@@ -200,19 +201,24 @@ class Run:
     def elapsed(self):
         return self.before + time.monotonic() - self.start
 
+    def left(self):
+        """Seconds until the last evaluation and save have to begin, with a reserve for them; inf without a clock."""
+        reserve = 1.2 * (self.state["eval_seconds"] + self.state["save_seconds"]) + self.state["step_seconds"]
+        return math.inf if max_steps else budget_hours * 3600 - reserve - self.elapsed()
+
     def progress(self):
-        """Share of the run that is over, 0 to 1; the reserve is what the last evaluation and save will need."""
+        """Share of the run that is over, 0 to 1."""
         if max_steps:
             return min(1.0, self.state["step"] / max_steps)
-        reserve = 1.2 * (self.state["eval_seconds"] + self.save_seconds) + self.step_seconds
-        return min(1.0, self.elapsed() / max(1e-9, budget_hours * 3600 - reserve))
+        now = self.elapsed()
+        return min(1.0, now / max(1e-9, now + self.left()))
 
     def fetch(self, row):
         """Rows row … row + micro_batch − 1 on the device; a GPU is still busy while the next are read and queued."""
         if self.ahead[0] != row:
             rows = self.rows.read(row, micro_batch)
             rows = rows.pin_memory() if self.device.type == "cuda" else rows
-            self.ahead = (row, rows.to(self.device, non_blocking=True))
+            self.ahead = (row, rows.to(self.device, non_blocking=self.device.type == "cuda"))
         return self.ahead[1]
 
     def micro_batch_at(self, row, n_mask):
@@ -240,8 +246,8 @@ class Run:
         state["row"] += rows
         state["last"] = {"lr": lr * lr_scale(progress), "loss": loss, "grad_norm": norm,
                          "batch_size": rows, "mask_rate": n_mask / seq_len}  # fmt: skip
-        self.step_seconds = time.monotonic() - start
-        self.seconds["training"] += self.step_seconds
+        state["step_seconds"] = time.monotonic() - start
+        self.seconds["training"] += state["step_seconds"]
         if state["skipped_in_row"] >= MAX_SKIPPED:
             where = f"up to step {state['step']}, row {state['row']}"
             sys.exit(f"no finite gradient in {MAX_SKIPPED} steps, {where}: lower the learning rate and resume")
@@ -313,9 +319,9 @@ class Run:
             print(f"WARNING: cannot save to {self.folder}, what was there before stands: {e!r:.150}")
             if required:
                 sys.exit(1)
-        self.save_seconds = time.monotonic() - start
-        self.seconds["saving"] += self.save_seconds
-        self.saved_at = time.monotonic()
+        self.saved_at, self.saved_step = time.monotonic(), self.state["step"]
+        self.state["save_seconds"] = self.saved_at - start
+        self.seconds["saving"] += self.state["save_seconds"]
 
 
 def check_settings():
@@ -333,14 +339,14 @@ def check_settings():
     })  # fmt: skip
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
-    for name, rows in (("batch_size", batch_size), ("batch_start", batch_start)):
+    for name, rows in (("batch_size", batch_size), ("batch_start", batch_start if batch_ramp else batch_size)):
         if rows % micro_batch:
             near = max(1, rows // micro_batch) * micro_batch
             sys.exit(f"{name}={rows} is no multiple of micro_batch={micro_batch}: type for example --{name}={near}")
     if samples and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK], and a | stands between two sentences")
-    if offload and (parallel.WORLD > 1 or device == "mps"):
-        sys.exit("offload is for one process on cuda or cpu: type --offload=False, or leave torchrun out")
+    if offload and parallel.WORLD > 1:
+        sys.exit("offload is for one process: type --offload=False, or leave torchrun out")
     if offload and optimizer == "muon":
         sys.exit("offload steps on the host, where Muon's matrix products would take long: type --optimizer=adamw")
     try:
@@ -353,8 +359,12 @@ def main():
     config = check_settings()
     parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
+    if dev.type == "mps" and (offload or parallel.WORLD > 1):
+        sys.exit("offload and several processes work on cuda and cpu: type --device=cpu")
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     tokenizer = load_tokenizer(data_dir, meta)
+    if any(len(tokenizer.encode(s)) + 2 > max_seq_len for s in samples.split("|")):
+        sys.exit(f"samples: a sentence has more than {max_seq_len} tokens: type shorter ones with --samples")
     torch.set_float32_matmul_precision("high")
     val = Rows(Path(data_dir) / "val.bin", meta["counts"]["val_rows"], seq_len, vocab_size)
     if offload:
@@ -376,19 +386,12 @@ def main():
         record.begin(run, data_dir, {k: globals()[k] for k in settings(__file__)}, facts, init == "resume")
         print(f"{parameters / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token; {dev.type} "
               f"multiplies matrices of {amp_dtype} at {peak / 1e12:.2f} TFLOP/s", flush=True)  # fmt: skip
-        if batch_start // micro_batch % parallel.WORLD:
-            print(f"{parallel.WORLD} ranks, {batch_start // micro_batch} micro-batches: some idle, lower --micro_batch")
+        if (first := batch_rows(0) // micro_batch) % parallel.WORLD:
+            print(f"{parallel.WORLD} ranks, {first} micro-batches: some idle, lower --micro_batch")
         if why := not_native(config):
             print(f"with {why} this is no ModernBERT: folder.load() reads the model folder, transformers does not")
 
-    def ask_to_stop(number, frame):
-        run.stop = True
-        signal.signal(number, signal.SIG_DFL)
-        with contextlib.suppress(OSError):  # nobody may be reading any more
-            os.write(2, b"\nstopping and saving; once more ends the run at once\n")
-
-    signal.signal(signal.SIGINT, ask_to_stop)
-    signal.signal(signal.SIGTERM, ask_to_stop)
+    exits.stop_at_signals(lambda: setattr(run, "stop", True))
     sets = held_out(val.read(0, min(val.count, eval_rows)), micro_batch)
     try:
         train(run, sets, tokenizer, peak * parallel.WORLD)
@@ -437,10 +440,9 @@ def train(run, sets, tokenizer, peak):
 
 
 def keep_record(run, sets, tokenizer, bar):
-    """Evaluate, log and save, each if it is due."""
+    """Evaluate, log and save, each if it is due and leaves the reserve as it is."""
     state, progress = run.state, run.progress()
-    left = math.inf if max_steps else (1 - progress) * budget_hours * 3600  # neither may eat into the reserve
-    if int(progress * evals) > state["evals_done"] and state["eval_seconds"] < left:
+    if int(progress * evals) > state["evals_done"] and state["eval_seconds"] < run.left():
         state["evals_done"] = int(progress * evals)
         val = run.evaluate(sets)
         losses = f"{val['val_loss_15']:.3f} (15 %) {val['val_loss_25']:.3f} (25 %)"
@@ -452,8 +454,8 @@ def keep_record(run, sets, tokenizer, bar):
     elif state["step"] % log_every == 0 and state["step"] > state["logged"]:
         run.log()
     due = checkpoint_minutes and time.monotonic() - run.saved_at > checkpoint_minutes * 60
-    if not run.save_seconds or (due and 2 * run.save_seconds < left):
-        run.save()  # the first at once: a folder that cannot be written shows now, and the reserve is known
+    if run.saved_step < min(1, state["step"]) or (due and state["save_seconds"] < run.left()):
+        run.save()  # at once: a folder that cannot be written shows now; and after a step, when optimisers have a state
 
 
 def plan(run, speed, progress):
@@ -484,17 +486,12 @@ def report(run, val, tokenizer, peak, first_row):
     print(f"{run.folder}: model.safetensors and config.json (the model), log.csv, run.json, ckpt.pt, {picture}")
 
 
+def less_memory():
+    """What to type where it does not suffice."""
+    fits = next((n for n in range(micro_batch // 2, 0, -1) if batch_size % n == batch_start % n == 0), 0)
+    less = f"--micro_batch={fits} (now {micro_batch}; the batch stays at {batch_size} rows), or " if fits else ""
+    return f"{less}--offload=True, or a smaller model"
+
+
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file is written line by line
-    sys.stdout = Unbreakable(sys.stdout)
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("stopped before the first step")
-    except OSError as e:
-        sys.exit(f"{e.filename or out_dir}: {e.strerror or e}")
-    except RuntimeError as e:  # torch.OutOfMemoryError is one, and the CPU's allocator raises a plain one
-        if micro_batch == 1 or not any(s in str(e).lower() for s in ("out of memory", "allocate memory")):
-            raise
-        fits = next(n for n in range(micro_batch // 2, 0, -1) if batch_size % n == batch_start % n == 0)
-        sys.exit(f"out of memory: type --micro_batch={fits} (now {micro_batch}); the batch stays at {batch_size} rows")
+    exits.run(main, out_dir, "--init=resume goes on from the last checkpoint, if there is one", less_memory)

@@ -169,7 +169,7 @@ def test_a_spike_does_not_ruin_a_run(train, monkeypatch):
 
 def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, tmp_path):
     """Rows that vanish: one line, and a checkpoint of the last whole step."""
-    monkeypatch.setattr(module.signal, "signal", lambda *handler: None)  # pytest keeps its own
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
     copy = shutil.copytree(data_dir, tmp_path / "data")
     monkeypatch.setattr(train, "data_dir", str(copy))
     monkeypatch.setattr(train, "max_steps", 30)
@@ -189,7 +189,7 @@ def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, 
 
 def test_fifty_unusable_steps_leave_the_checkpoint_of_before(train, monkeypatch):
     """The run ends with one line, what was saved before stands, and it resumes."""
-    monkeypatch.setattr(module.signal, "signal", lambda *handler: None)  # pytest keeps its own
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
     for name, value in {"max_steps": 200, "samples": ""}.items():
         monkeypatch.setattr(train, name, value)
     step = module.Run.train_step
@@ -237,6 +237,27 @@ def test_a_closed_pipe_ends_no_run(tmp_path, data_dir):
     finally:
         process.kill()
     assert whole(tmp_path / "out")["step"] >= 40
+
+
+@pytest.mark.parametrize(("what", "line"), [
+    ("raise KeyboardInterrupt", "stopped: type it again"),
+    ("import os; os.kill(os.getpid(), 15); import time; time.sleep(9)", "stopped: type it again"),
+    ("open('nowhere')", "nowhere: No such file or directory; type it again"),
+    ("raise OSError('odd')", "here: odd; type it again"),
+    ("raise RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate memory')",
+     "out of memory: type a smaller model"),
+    ("raise RuntimeError('CUDA out of memory. Tried to')", "out of memory: type a smaller model"),
+])  # fmt: skip
+def test_scripts_end_with_one_line(what, line):
+    code = f"import exits\ndef main():\n    {what}\nexits.run(main, 'here', 'type it again')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (1, "", line)
+
+
+def test_other_errors_keep_their_trace():
+    code = "import exits\ndef main():\n    raise RuntimeError('a defect')\nexits.run(main, '', '')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "a defect" in done.stderr
 
 
 def test_a_kill_while_the_first_files_were_written_is_in_nobodys_way(tmp_path, data_dir, corpus):

@@ -1,4 +1,5 @@
 import math
+import signal
 import warnings
 
 import pytest
@@ -32,7 +33,7 @@ def test_offload_is_the_plain_run_bit_for_bit(offloaded, monkeypatch, tmp_path, 
     for name, value in settings.items():
         monkeypatch.setattr(offloaded, name, value)
     ends, rows = [], []
-    monkeypatch.setattr(module.signal, "signal", lambda *handler: None)  # pytest keeps its own
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
     for offload in (False, True):
         monkeypatch.setattr(offloaded, "offload", offload)
         monkeypatch.setattr(offloaded, "out_dir", str(tmp_path / f"{offload}"))
@@ -112,6 +113,7 @@ def test_offload_with_a_loss_scale(offloaded, monkeypatch):
         run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
         while run.state["step"] - run.state["skipped"] < 2:
             assert run.train_step(0.5)
+        run.state["step_seconds"] = 0.0
         ends.append((run.state, run.scaler.get_scale(), [w.detach().clone() for w in run.weights.values()]))
     (state, scale, weights), (other_state, other_scale, other_weights) = ends
     assert state == other_state and state["skipped"] > 0 and scale == other_scale < 2.0**24
@@ -162,17 +164,10 @@ def test_the_plan_comes_before_anything_is_made(offloaded, monkeypatch, capsys):
     assert "GB in host memory" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer": "muon"}, "type --optimizer=adamw"),
-        ({"device": "mps", "optimizer": "adamw"}, "type --offload=False"),
-    ],
-)
-def test_slips_are_one_line(offloaded, monkeypatch, settings, message):
-    for name, value in {"offload": True, **settings}.items():
-        monkeypatch.setattr(offloaded, name, value)
-    with pytest.raises(SystemExit, match=message):
+def test_muon_is_refused_with_one_line(offloaded, monkeypatch):
+    monkeypatch.setattr(offloaded, "offload", True)
+    monkeypatch.setattr(offloaded, "optimizer", "muon")
+    with pytest.raises(SystemExit, match="type --optimizer=adamw"):
         module.check_settings()
 
 

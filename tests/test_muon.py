@@ -5,9 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import muon
 from muon import Muon, orthogonalise
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def in_bfloat16():
+    """As torch's own is on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "native_bf16", lambda device: True)
+        yield
 
 
 def matrices(shapes, seed):
@@ -61,9 +70,24 @@ def test_singular_values_come_close_to_one():
     U, V = (torch.linalg.qr(torch.randn(64, 64)).Q for _ in range(2))
     wide = U @ torch.diag(torch.logspace(-2, 0, 64)) @ V.T
     for x in (wide, torch.cat((wide, wide))):
-        y = orthogonalise(x[None])[0].float()
+        y = orthogonalise(x[None].bfloat16())[0].float()
         values = torch.linalg.svdvals(y)
         assert y.shape == x.shape and values.max() < 1.3 and values[: 64 * 3 // 4].min() > 0.6
+
+
+def test_float32_where_bfloat16_is_slow_follows_the_formula(monkeypatch):
+    """One step without momentum against the quintic of the singular values in float64."""
+    monkeypatch.setattr(muon, "native_bf16", lambda device: False)
+    for shape in ((48, 16), (16, 48)):
+        (weight,) = matrices([shape], 3)
+        before, weight.grad = weight.detach().double(), torch.randn(shape, generator=torch.Generator().manual_seed(4))
+        Muon([weight], lr=0.1, momentum=0.0).step()
+        U, s, Vt = torch.linalg.svd(weight.grad.double(), full_matrices=False)
+        s = s / s.norm()
+        for _ in range(5):
+            s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+        wanted = before - 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * (U @ torch.diag(s) @ Vt)
+        assert torch.allclose(weight.double(), wanted, rtol=0, atol=1e-5)
 
 
 def test_vectors_are_refused():

@@ -85,6 +85,12 @@ def test_ramp_never_shrinks_and_masking_never_grows(a, b):
     assert (module.mask_count(0), module.mask_count(1)) == (38, 19)
 
 
+def test_no_ramp_needs_no_batch_start(setting):
+    setting(batch_ramp=0.0, micro_batch=96, batch_size=96)
+    assert module.batch_start % 96 and module.batch_rows(0) == 96
+    module.check_settings()
+
+
 def test_no_ramp(setting):
     setting(batch_ramp=0.0)
     assert module.batch_rows(0) == module.batch_size
@@ -228,10 +234,51 @@ def test_reserve_is_kept_for_the_last_evaluation_and_save(train, monkeypatch):
     monkeypatch.setattr(train, "budget_hours", 100 / 3600)
     monkeypatch.setattr(run, "elapsed", lambda: 44.0)
     assert run.progress() == pytest.approx(0.44)
-    run.state["eval_seconds"], run.save_seconds = 8.0, 2.0
+    run.state |= {"eval_seconds": 8.0, "save_seconds": 2.0}
     assert run.progress() == pytest.approx(44 / 88)
     monkeypatch.setattr(run, "elapsed", lambda: 88.1)
     assert run.progress() == 1
+    done = []
+    monkeypatch.setattr(run, "evaluate", lambda sets: done.append("evaluated"))
+    monkeypatch.setattr(run, "save", lambda: done.append("saved"))
+    monkeypatch.setattr(train, "samples", "")
+    run.state |= {"step": 5, "evals_done": 0, "logged": 5}
+    run.saved_step, run.saved_at = 5, -math.inf
+    for now, wanted in ((87.0, []), (85.0, ["saved"])):  # 1 s and 3 s are left: too little for an evaluation, a save
+        monkeypatch.setattr(run, "elapsed", lambda now=now: now)
+        module.keep_record(run, None, None, None)
+        assert done == wanted
+
+
+def test_the_first_saves_know_what_the_last_one_will_write(train, monkeypatch):
+    """One before the first step, one after it, when the optimisers have their states, and the last."""
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
+    monkeypatch.setattr(train, "max_steps", 4)
+    monkeypatch.setattr(train, "checkpoint_minutes", 0.0)
+    save, saves = module.Run.save, []
+
+    def noted(run, required=False):
+        saves.append((run.state["step"], all(len(o.state) for o in run.optimizers)))
+        save(run, required)
+
+    monkeypatch.setattr(module.Run, "save", noted)
+    module.main()
+    assert saves == [(0, False), (1, True), (4, True)]
+    monkeypatch.setattr(train, "init", "resume")
+    monkeypatch.setattr(train, "max_steps", 6)
+    module.main()
+    assert saves[3:] == [(4, True), (6, True)]
+
+
+def test_a_finished_run_stays_finished_where_saving_is_slow(train, monkeypatch):
+    monkeypatch.setattr(train, "budget_hours", 100 / 3600)
+    run, other = new_run(train), new_run(train)
+    run.state |= {"eval_seconds": 1.0, "save_seconds": 30.0}  # a reserve of 37.2 s
+    run.folder.mkdir()
+    run.before = 65.0
+    checkpoint.write(run, "muon")
+    checkpoint.restore(other, "muon")
+    assert other.progress() == 1
 
 
 def test_compiled_equals_eager(train, monkeypatch):
@@ -283,6 +330,16 @@ def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
     assert run.loss is eager
     assert capsys.readouterr().out == "torch.compile does not work here, going on without it: no compiler\n"
 
+    def broken_in_evaluation(f, **options):
+        def call(*args):
+            return f(*args) if torch.is_grad_enabled() else broken(f)()
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken_in_evaluation)
+    run.compile(run.micro_batch_at(0, 5))
+    assert run.loss is eager and run.model.training  # or there would be no dropout until the next evaluation
+
 
 def test_slips_are_one_line(train, monkeypatch, tmp_path):
     (tmp_path / "mine").mkdir()
@@ -302,10 +359,17 @@ def test_slips_are_one_line(train, monkeypatch, tmp_path):
         ({"init": "resume"}, "ckpt.pt not found"),
         ({"out_dir": str(tmp_path / "mine")}, "holds no run of train.py: choose another --out_dir"),
         ({"samples": "no mask here"}, "each sentence needs one"),
+        ({"samples": "very " * 600 + "long [MASK]."}, "samples: a sentence has more than 512 tokens"),
     ]
     for device, there in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())):
         if not there:
             cases.append(({"device": device}, f"device={device}, but this build of torch sees no such device"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "pick", lambda *settings: (torch.device("mps"), torch.float32))
+        patch.setattr(train, "offload", True)
+        patch.setattr(train, "optimizer", "adamw")
+        with pytest.raises(SystemExit, match="type --device=cpu"):
+            train.main()
     for values, message in cases:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
             for name, value in values.items():
@@ -391,6 +455,16 @@ def test_the_log_survives_a_cut_line_and_a_resume(tmp_path):
     rows = record.read_log(tmp_path)
     assert [row["step"] for row in rows] == [0, 10, 20] and rows[-1]["val_loss_15"] == 3.25 and "lr" not in rows[-1]
     assert json.dumps(rows)
+    with open(tmp_path / "log.csv", "a") as f:
+        f.write("x,1\n7\n8.0,21,x,y" + ",1" * 20 + "\n")  # what an editor or a bad disk may leave
+    assert record.read_log(tmp_path) == rows
+
+
+def test_advice_where_memory_runs_out(setting):
+    setting(micro_batch=48, batch_size=96, batch_start=48)
+    assert module.less_memory().startswith("--micro_batch=24 (now 48; the batch stays at 96 rows), or --offload=True")
+    setting(micro_batch=1)
+    assert module.less_memory() == "--offload=True, or a smaller model"
 
 
 def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_path):

@@ -77,7 +77,6 @@ def configure(namespace, argv=None, also=""):
     for where, name, value in asked:
         if name in block:
             default = block[name][0]
-            value = os.path.expanduser(value) if isinstance(value, str) else value  # a shell leaves --model=~/x alone
             if type(default) is float and type(value) is int and abs(value) < 2**53:
                 value = float(value)
             if type(value) is not type(default) or (type(value) is float and not math.isfinite(value)):
@@ -87,6 +86,8 @@ def configure(namespace, argv=None, also=""):
             near = difflib.get_close_matches(name, block, 1) or [f"one of those that python {script.name} --help lists"]
             sys.exit(f"{where}: {script.name} has no setting {name}; did you mean {near[0]}?")
     others = {name: others.get(name, default) for name, (default, _) in block.items() if name not in blocks[script]}
+    for values in (namespace, others):  # a shell leaves --model=~/x alone
+        values |= {k: os.path.expanduser(values[k]) for k in block if isinstance(values.get(k), str)}
     for name, (default, _) in block.items():
         if (value := others[name] if name in others else namespace[name]) != default:
             print(f"{name} = {value!r}  (default {default!r})")

@@ -41,8 +41,10 @@ def run(main, where, then, memory=lambda: "a smaller model"):
         sys.exit(f"\nstopped: {then}")
     except OSError as e:
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
-    except RuntimeError as e:  # torch.OutOfMemoryError is one, and the CPU's allocator raises a plain one
-        if not any(words in str(e).lower() for words in ("out of memory", "allocate memory")):
+    except (MemoryError, RuntimeError) as e:
+        # torch.OutOfMemoryError is a RuntimeError, and the CPU's allocator raises a plain one
+        words = "out of memory", "allocate memory"
+        if not isinstance(e, MemoryError) and not any(w in str(e).lower() for w in words):
             raise
         sys.exit(f"out of memory: type {memory()}")
 

@@ -298,8 +298,8 @@ def claim(goal, wanted):
         sys.exit(f"{goal} holds a data set with other settings ({other}): delete it or choose another --data_dir")
     if goal.exists() and (not goal.is_dir() or any(goal.iterdir())):
         sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
-    if goal.is_symlink() or goal.is_mount():
-        sys.exit(f"{goal} is a link or a mount point, which nothing can take the place of: type --data_dir={goal}/data")
+    if goal.is_symlink() or os.path.ismount(goal):
+        sys.exit(f"{goal} is a link or a mount point, which nothing can replace: name a folder in it as --data_dir")
     partial = Path(f"{goal.absolute()}.partial")
     if partial.exists():
         left = list(partial.iterdir())
@@ -318,8 +318,9 @@ def raw_size(path):
         if file_kind(path) == "parquet":
             from pyarrow.parquet import read_metadata
 
-            footer = read_metadata(f)
-            return sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
+            groups = map((footer := read_metadata(f)).row_group, range(footer.num_row_groups))
+            columns = (group.column(i) for group in groups for i in range(footer.num_columns))
+            return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_column)
         if f.read(2) == b"\x1f\x8b" and size > 18:
             f.seek(-4, os.SEEK_END)
             return max(size, int.from_bytes(f.read(4), "little"))  # of several members, it is the last one's
@@ -404,4 +405,4 @@ def report(count, errors, goal, vocab_seconds, seconds):
 
 
 if __name__ == "__main__":
-    exits.run(main, data_dir, "nothing finished was written, run again to start over")
+    exits.run(main, data_dir, "nothing finished was written, run again to start over", lambda: "--vocab_sample_mb=10")

@@ -60,8 +60,6 @@ def contender(text):
     recipe, *changes = text.split("+")
     if not Path(recipe).is_file():
         sys.exit(f"{recipe} not found: name a recipe, such as config/small.py")
-    if wrong := [c for c in changes if "=" not in c]:
-        sys.exit(f"{text}: {wrong[0]} should be a change like lr=0.002")
     return Contender("+".join([Path(recipe).stem, *changes]), recipe, changes)
 
 
@@ -100,9 +98,9 @@ def resolved(recipe, flags, check):
 
 def wanted(contender, common, seed):
     """(the settings on the command line of a contender's run, {name: text}; the values of all its settings)."""
-    changes = dict(change.split("=", 1) for change in contender.changes)
+    changes = dict(change.partition("=")[::2] for change in contender.changes)
     everyones = common | {"seed": seed, "out_dir": f"{out_dir}/{contender.name}-{seed}"}
-    if same := changes.keys() & everyones.keys():
+    if same := changes.keys() & {*everyones, "init"}:
         sys.exit(f"{contender.name}: {same.pop()} is one for all contenders, set by race.py or its command line")
     try:
         if shrink:

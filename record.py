@@ -30,7 +30,10 @@ def begin(run, data_dir, settings, facts, resumed):
         for key, value in settings.items():
             if key != "init" and before.get(key, value) != value:
                 print(f"{key} was {before[key]!r} until now, and is {value!r} from now on")
-        seconds = max([row["elapsed_s"] for row in read_log(run.folder)], default=0.0) - run.before
+        try:
+            seconds = max([row["elapsed_s"] for row in read_log(run.folder)], default=0.0) - run.before
+        except ValueError as e:
+            sys.exit(f"{e}: mend it or move it away, then resume")
         lost = f"; {seconds:.0f} s that were logged after its checkpoint are lost" if seconds >= 1 else ""
         print(f"resumed at step {run.state['step']:,}, {run.before / 3600:.2f} hours into the run{lost}")
         drop_rows_after(run.folder, run.state["step"])
@@ -66,7 +69,7 @@ def log(run, row):
         if run.state["logged"] == row["step"]:  # the clock ended the run right after a row
             drop_rows_after(run.folder, row["step"] - 1)
         append_row(run.folder, row)
-    except OSError as e:
+    except (OSError, ValueError) as e:
         print(f"WARNING: cannot write to {run.folder}/log.csv, going on without: {e!r:.120}")
     if run.wandb:
         try:
@@ -109,15 +112,19 @@ def append_row(folder, row):
 
 
 def read_log(folder):
-    """The rows of log.csv, [{column: number}], empty fields left out; lines that are broken or cut off are ignored."""
+    """The rows of log.csv, [{column: number}], empty fields left out; lines that are broken or cut off are ignored.
+
+    Raises ValueError where there are no columns of ours."""
     path = Path(folder) / "log.csv"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    whole, rows = ("step", "tokens", "batch_size", "skipped"), []
-    for row in csv.DictReader(lines):
+    whole, needed, rows = ("step", "tokens", "batch_size", "skipped"), {"elapsed_s", "step", "tokens"}, []
+    if lines and not needed <= set(lines[0].split(",")):
+        raise ValueError(f"{path} has lost its first line, the names of its columns")
+    for row in csv.DictReader(lines, quoting=csv.QUOTE_NONE):
         with contextlib.suppress(ValueError, TypeError):
             row = {k: int(v) if k in whole else float(v) for k, v in row.items() if v}
-            rows += [row] if {"elapsed_s", "step", "tokens"} <= row.keys() else []
+            rows += [row] if needed <= row.keys() else []
     return rows
 
 

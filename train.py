@@ -174,7 +174,7 @@ class Run:
                       "loss_sum": 0.0, "loss_steps": 0, "last": {}, "eval_seconds": 0.0, "save_seconds": 0.0,
                       "step_seconds": 0.0}  # fmt: skip
         self.seconds = dict.fromkeys(("training", "compiling", "evaluating", "saving"), 0.0)
-        self.before, self.saved_step = 0.0, -1  # the step at which this process saved last
+        self.before, self.saved_steps = 0.0, -1  # saved_steps: those applied when this process saved last
         self.start = self.saved_at = time.monotonic()
         self.stop, self.wandb = False, None
 
@@ -319,7 +319,7 @@ class Run:
             print(f"WARNING: cannot save to {self.folder}, what was there before stands: {e!r:.150}")
             if required:
                 sys.exit(1)
-        self.saved_at, self.saved_step = time.monotonic(), self.state["step"]
+        self.saved_at, self.saved_steps = time.monotonic(), self.state["step"] - self.state["skipped"]
         self.state["save_seconds"] = self.saved_at - start
         self.seconds["saving"] += self.state["save_seconds"]
 
@@ -454,8 +454,9 @@ def keep_record(run, sets, tokenizer, bar):
     elif state["step"] % log_every == 0 and state["step"] > state["logged"]:
         run.log()
     due = checkpoint_minutes and time.monotonic() - run.saved_at > checkpoint_minutes * 60
-    if run.saved_step < min(1, state["step"]) or (due and state["save_seconds"] < run.left()):
-        run.save()  # at once: a folder that cannot be written shows now; and after a step, when optimisers have a state
+    # at once: a folder that cannot be written shows now; then with the optimisers' states, which may double a save
+    if (due or run.saved_steps < min(1, state["step"] - state["skipped"])) and state["save_seconds"] < run.left():
+        run.save()
 
 
 def plan(run, speed, progress):
@@ -489,8 +490,10 @@ def report(run, val, tokenizer, peak, first_row):
 def less_memory():
     """What to type where it does not suffice."""
     fits = next((n for n in range(micro_batch // 2, 0, -1) if batch_size % n == batch_start % n == 0), 0)
-    less = f"--micro_batch={fits} (now {micro_batch}; the batch stays at {batch_size} rows), or " if fits else ""
-    return f"{less}--offload=True, or a smaller model"
+    advice = [f"--micro_batch={fits} (now {micro_batch}; the batch stays at {batch_size} rows)"] if fits else []
+    if not offload and parallel.WORLD == 1 and device != "mps":
+        advice.append("--offload=True" + " --optimizer=adamw" * (optimizer == "muon"))
+    return ", or ".join([*advice, "a smaller model"])
 
 
 if __name__ == "__main__":

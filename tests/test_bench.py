@@ -200,7 +200,7 @@ def test_as_a_command_without_data(tmp_path):
     assert f"{sum(p.numel() for p in MaskedLM(ModelConfig(**sizes)).parameters()):,} parameters" in done.stdout
     assert not list(tmp_path.iterdir())
     done = script("bench.py", cwd=tmp_path, profile=True, trace="..", **flags)
-    assert done.returncode == 1 and done.stdout.strip().splitlines()[-1] == "..: Is a directory"
+    assert done.returncode == 1 and done.stdout.strip().splitlines()[-1] == "..: Is a directory; nothing was kept"
     done = script("bench.py", cwd=tmp_path, n_layers=3)
     assert done.returncode == 1 and done.stdout.strip() == "command line: bench.py has no setting n_layers; " \
         "did you mean n_layer?"  # fmt: skip

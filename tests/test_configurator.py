@@ -90,6 +90,8 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     space = {"__file__": str(tmp_path / "script.py"), "__doc__": "Doc.", "data_dir": "data", "samples": ""}
     configure(space, ["--data_dir=~/x", "--samples=a ~ b"])
     assert (space["data_dir"], space["samples"]) == ("/home/me/x", "a ~ b")
+    configure(space | {"data_dir": "~/edited"}, [])
+    assert space["data_dir"] == "/home/me/x"
 
 
 def test_typo_names_the_nearest(example):

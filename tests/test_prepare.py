@@ -161,7 +161,7 @@ def test_the_size_of_a_file_that_cannot_be_read_is_no_reason_to_stop(tmp_path, m
     parts = [gzip.compress(os.urandom(n)) for n in (3000, 2)]
     (tmp_path / "parts.txt.gz").write_bytes(b"".join(parts))
     assert module.raw_size(str(tmp_path / "parts.txt.gz")) == sum(map(len, parts))  # the trailer says 2
-    texts = pyarrow.table({"text": [f"{i} times the same" for i in range(50_000)]})
+    texts = pyarrow.table({"text": [f"{i} times the same" for i in range(50_000)], "x": np.random.rand(50_000)})
     pyarrow.parquet.write_table(texts, tmp_path / "d.parquet", compression="zstd")
     size = os.path.getsize(tmp_path / "d.parquet")
     assert 0.9 < module.raw_size(str(tmp_path / "d.parquet")) / sum(len(t) for t in texts["text"].to_pylist()) < 2, size

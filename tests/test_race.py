@@ -66,7 +66,7 @@ def test_slips_are_one_line(tmp_path, data_dir, monkeypatch):
     small = "config/tiny.py"
     for args, message in (
         (["config/nowhere.py"], "config/nowhere.py not found: name a recipe"),
-        ([f"{small}+muon"], "muon should be a change like lr=0.002"),
+        ([f"{small}+muon"], "tiny+muon: command line: train.py has no setting muon"),
         ([], "name at least one recipe, each of them once"),
         ([small, small], "name at least one recipe, each of them once"),
         ([small, "--lr", "3"], "--lr has no value: write --lr=VALUE"),
@@ -77,6 +77,7 @@ def test_slips_are_one_line(tmp_path, data_dir, monkeypatch):
         ([small, f"{small}+lr=fast", f"--data_dir={data_dir}"], "tiny+lr=fast: command line: lr='fast' should be of"),
         ([small, f"{small}+optimizer=adamx", f"--data_dir={data_dir}"], "adamx: optimizer=adamx cannot work: it must"),
         ([small, f"{small}+evals=3", f"--data_dir={data_dir}"], "evals is one for all contenders"),
+        ([small, f"{small}+init=resume", f"--data_dir={data_dir}"], "init is one for all contenders"),
         ([small, f"{small}+seed=3", f"--data_dir={data_dir}"], "seed is one for all contenders"),
         ([small, f"{small}+lr=1", f"--data_dir={data_dir}", "--lr=2"], "lr is one for all contenders"),
         ([small, f"--data_dir={data_dir}", "--shrink=4,3"], "shrink=4,3 should be three numbers, like 4,3,64"),

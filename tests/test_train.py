@@ -243,11 +243,13 @@ def test_reserve_is_kept_for_the_last_evaluation_and_save(train, monkeypatch):
     monkeypatch.setattr(run, "save", lambda: done.append("saved"))
     monkeypatch.setattr(train, "samples", "")
     run.state |= {"step": 5, "evals_done": 0, "logged": 5}
-    run.saved_step, run.saved_at = 5, -math.inf
-    for now, wanted in ((87.0, []), (85.0, ["saved"])):  # 1 s and 3 s are left: too little for an evaluation, a save
-        monkeypatch.setattr(run, "elapsed", lambda now=now: now)
-        module.keep_record(run, None, None, None)
-        assert done == wanted
+    run.saved_at = -math.inf
+    for run.saved_steps in (-1, 5):  # not yet saved by this process, and due again
+        done.clear()
+        for now, wanted in ((87.0, []), (85.0, ["saved"])):  # 1 s are left, 3 s: too little for an evaluation, a save
+            monkeypatch.setattr(run, "elapsed", lambda now=now: now)
+            module.keep_record(run, None, None, None)
+            assert done == wanted
 
 
 def test_the_first_saves_know_what_the_last_one_will_write(train, monkeypatch):
@@ -268,6 +270,19 @@ def test_the_first_saves_know_what_the_last_one_will_write(train, monkeypatch):
     monkeypatch.setattr(train, "max_steps", 6)
     module.main()
     assert saves[3:] == [(4, True), (6, True)]
+
+
+def test_a_skipped_step_leaves_the_optimisers_without_a_state(train, monkeypatch):
+    """So the save that knows what the last one will write waits for one that is applied."""
+    run, save, saves = new_run(train), module.Run.save, []
+    run.folder.mkdir()
+    monkeypatch.setattr(module.Run, "save", lambda run: (saves.append(run.state["step"]), save(run)))
+    monkeypatch.setattr(train, "max_steps", 9)
+    run.state |= {"evals_done": 99, "logged": 99}
+    for step, skipped in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 2)):
+        run.state |= {"step": step, "skipped": skipped}
+        module.keep_record(run, None, None, None)
+    assert saves == [0, 3]
 
 
 def test_a_finished_run_stays_finished_where_saving_is_slow(train, monkeypatch):
@@ -456,15 +471,26 @@ def test_the_log_survives_a_cut_line_and_a_resume(tmp_path):
     assert [row["step"] for row in rows] == [0, 10, 20] and rows[-1]["val_loss_15"] == 3.25 and "lr" not in rows[-1]
     assert json.dumps(rows)
     with open(tmp_path / "log.csv", "a") as f:
-        f.write("x,1\n7\n8.0,21,x,y" + ",1" * 20 + "\n")  # what an editor or a bad disk may leave
-    assert record.read_log(tmp_path) == rows
+        f.write("x,1\n7\n8.0,21,x,y" + ",1" * 20 + '\n"x,1\n')  # what an editor or a bad disk may leave
+    record.append_row(tmp_path, {"elapsed_s": 10.0, "step": 30, "tokens": 3000, "skipped": 1})
+    assert record.read_log(tmp_path)[:-1] == rows and record.read_log(tmp_path)[-1]["step"] == 30
+    text = (tmp_path / "log.csv").read_text()
+    (tmp_path / "log.csv").write_text(text, encoding="utf-8-sig")
+    assert len(record.read_log(tmp_path)) == 4
+    (tmp_path / "log.csv").write_text(text.partition("\n")[2])
+    with pytest.raises(ValueError, match="has lost its first line"):
+        record.drop_rows_after(tmp_path, 10)
+    assert (tmp_path / "log.csv").read_text() == text.partition("\n")[2]
 
 
 def test_advice_where_memory_runs_out(setting):
     setting(micro_batch=48, batch_size=96, batch_start=48)
-    assert module.less_memory().startswith("--micro_batch=24 (now 48; the batch stays at 96 rows), or --offload=True")
-    setting(micro_batch=1)
-    assert module.less_memory() == "--offload=True, or a smaller model"
+    less = "--micro_batch=24 (now 48; the batch stays at 96 rows), or "
+    assert module.less_memory() == f"{less}--offload=True --optimizer=adamw, or a smaller model"
+    setting(optimizer="adamw")
+    assert module.less_memory() == f"{less}--offload=True, or a smaller model"
+    setting(micro_batch=1, offload=True)
+    assert module.less_memory() == "a smaller model"
 
 
 def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_path):

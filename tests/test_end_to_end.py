@@ -215,7 +215,7 @@ def test_resuming_something_else_is_one_line(finished, tmp_path, data_dir, train
 
 def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, data_dir):
     out = shutil.copytree(finished[0], tmp_path / "out")
-    seconds = 14
+    seconds = 18
     done = run_train(out, data_dir, budget_hours=seconds / 3600, dtype="auto", max_steps=0)
     assert done.returncode == 0, done.stdout
     assert f"{out} held a run already: moved it to {out}.1" in done.stdout

@@ -15,7 +15,7 @@ n_embd = 256
 n_inner = 512
 micro_batch = 32
 # What wins in so few steps is not what train.py's defaults have: see The race in the README. Raced at this width were
-# lr 0.003 against 0.006, and Muon against AdamW alone; the rest is what won at mini.py's.
+# lr 0.003 against 0.006, and Muon against AdamW alone; the rest is what won or tied at mini.py's.
 batch_size = 32
 batch_start = 32
 zero_init = False

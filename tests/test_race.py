@@ -66,7 +66,7 @@ def test_slips_are_one_line(tmp_path, data_dir, monkeypatch):
     small = "config/tiny.py"
     for args, message in (
         (["config/nowhere.py"], "config/nowhere.py not found: name a recipe"),
-        ([f"{small}+muon"], "tiny+muon: command line: train.py has no setting muon"),
+        ([f"{small}+muon", f"--data_dir={data_dir}"], "tiny+muon: command line: train.py has no setting muon"),
         ([], "name at least one recipe, each of them once"),
         ([small, small], "name at least one recipe, each of them once"),
         ([small, "--lr", "3"], "--lr has no value: write --lr=VALUE"),

@@ -40,6 +40,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     dropout: float = 0.0
     zero_init: bool = True
+    head_identity: bool = True
 
     def __post_init__(self):
         """Raise ValueError, naming the field and a value that works, for sizes that cannot be built."""
@@ -230,6 +231,8 @@ class MaskedLM(nn.Module):
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
+        if config.head_transform and config.head_identity:  # what the decoder is tied to reaches it unmixed
+            nn.init.eye_(self.head.dense.weight)
 
     def forward(self, ids, positions=None, attention_mask=None, token_types=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); at all T positions where none are given."""

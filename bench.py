@@ -267,7 +267,6 @@ def main():
         Path(trace).absolute().parent.mkdir(parents=True, exist_ok=True)
     config, ramp = train.check_settings(), [train.batch_rows(i / 1000) for i in range(1000)]
     train.max_steps = 2**40  # a step is not cut short by the clock
-    torch.set_float32_matmul_precision("high")
     if train.offload:
         sizes = (train.batch_size, train.micro_batch, train.seq_len, max(train.mask_count(0), train.mask_count(1)))
         print(host.plan(config, *machine.pick(train.device, train.dtype), *sizes))

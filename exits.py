@@ -43,7 +43,7 @@ def run(main, where, then, memory=lambda: "a smaller model"):
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
     except (MemoryError, RuntimeError) as e:
         # torch.OutOfMemoryError is a RuntimeError, and the CPU's allocator raises a plain one
-        words = "out of memory", "allocate memory"
+        words = "out of memory", "allocate memory", "alloc_failed"  # the last is cuBLAS's
         if not isinstance(e, MemoryError) and not any(w in str(e).lower() for w in words):
             raise
         sys.exit(f"out of memory: type {memory()}")

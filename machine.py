@@ -24,19 +24,29 @@ import torch
 DATASHEET = {"B200": 2250, "H200": 989, "H100": 989, "H100 PCIe": 756, "A100": 312, "L40S": 362, "L4": 121, "A10": 125,
              "A6000": 155, "5090": 210, "4090": 165, "3090": 71, "2080 Ti": 54, "V100": 125, "T4": 65}  # fmt: skip
 VARIANTS = {"PCIe", "NVL", "Ti", "SUPER", "Laptop", "D", "MIG"}  # words that make a card another one
+DRIVER = Path("/dev/nvidiactl")  # there where Linux has a card of NVIDIA's, and a container was given it
 
 
 def pick(device, dtype):
     """(torch.device, torch.dtype of the matrix products) for two settings; "auto" takes the best native one.
 
-    Exits with one line if there is no such device. For a CPU it has the C library keep freed memory, too."""
+    Exits with one line if there is no such device. It sets what suits our work there, too: TF32 for float32 products,
+    no attention by cuDNN, on a CPU a C library that keeps freed memory."""
     backends = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device in backends and not backends[device]():
         sys.exit(f"device={device}, but this build of torch sees no such device: type --device=auto")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")  # by the user: then it is meant
+    if device == "auto" and torch.version.cuda and DRIVER.exists() and not (torch.cuda.is_available() or hidden):
+        sys.exit(f"torch cannot use this machine's GPU: update its driver for CUDA {torch.version.cuda}, or "
+                 "take a torch for an older CUDA from pytorch.org, or type --device=cpu")  # fmt: skip
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if native_bf16(device) else "float16" if device == "cuda" else "float32"
+    torch.set_float32_matmul_precision("high")
+    # torch >= 2.11 prefers cuDNN's attention on Hopper cards. Gradients of it have been NaN there (pytorch issue 196678
+    # with a mask, NVIDIA/cudnn-frontend 1072 without), and it plans anew for each of the many shapes of fine-tuning
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if device == "cpu":
         keep_freed_memory()
     return torch.device(device), getattr(torch, dtype)

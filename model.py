@@ -57,6 +57,7 @@ class ModelConfig:
             raise ValueError("dropout must lie in [0, 1), norm_eps above 0, and token_types be 0 (no table) or more")
 
 
+YOUNGER = {"head_identity": False}  # settings that older folders and checkpoints lack, and what these models had
 CHOICES = {"activation": ("geglu", "relu2", "gelu"), "position": ("rope", "sinusoidal", "learned")}
 ROPE_THETA = 10000.0
 
@@ -231,7 +232,7 @@ class MaskedLM(nn.Module):
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
-        if config.head_transform and config.head_identity:  # what the decoder is tied to reaches it unmixed
+        if config.head_transform and config.head_identity:  # only GELU and norm are left of it at first
             nn.init.eye_(self.head.dense.weight)
 
     def forward(self, ids, positions=None, attention_mask=None, token_types=None):

@@ -13,10 +13,12 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -131,8 +133,10 @@ def run(contender, flags, values, data):
     printed.unlink(missing_ok=True)
     command = [sys.executable, str(TRAIN), contender.recipe, *(f"--{name}={value}" for name, value in flags.items())]
     running = folder.with_name(folder.name + ".running.txt")
-    with open(running, "w", encoding="utf-8") as f:
-        failed = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT).returncode
+    # an empty cache each, or only the first run of a graph would pay for compiling it
+    with open(running, "w", encoding="utf-8") as f, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+        failed = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env).returncode
     last = (running.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
     if failed or last.startswith("stopped at step"):
         sys.exit(f"{' '.join(command[1:])} did not come to its end: {last}")

@@ -173,7 +173,7 @@ class Run:
         # step: optimiser steps done; row: where the next one starts reading; evals_done: evaluations of this progress
         self.state = {"step": 0, "row": 0, "skipped": 0, "skipped_in_row": 0, "evals_done": -1, "logged": -1,
                       "loss_sum": 0.0, "loss_steps": 0, "last": {}, "eval_seconds": 0.0, "save_seconds": 0.0,
-                      "step_seconds": 0.0}  # fmt: skip
+                      "step_seconds": 0.0, "compile_seconds": 0.0}  # fmt: skip
         self.seconds = dict.fromkeys(("training", "compiling", "evaluating", "saving"), 0.0)
         self.before, self.saved_steps = 0.0, -1  # saved_steps: those applied when this process saved last
         self.start = self.saved_at = time.monotonic()
@@ -208,10 +208,10 @@ class Run:
         return math.inf if max_steps else budget_hours * 3600 - reserve - self.elapsed()
 
     def progress(self):
-        """Share of the run that is over, 0 to 1."""
+        """Share of the run that is over, 0 to 1; compiling takes of the budget, not of the schedule."""
         if max_steps:
             return min(1.0, self.state["step"] / max_steps)
-        now = self.elapsed()
+        now = self.elapsed() - self.state["compile_seconds"]
         return min(1.0, now / max(1e-9, now + self.left()))
 
     def fetch(self, row):
@@ -365,7 +365,6 @@ def main():
     tokenizer = load_tokenizer(data_dir, meta)
     if any(len(tokenizer.encode(s)) + 2 > max_seq_len for s in samples.split("|")):
         sys.exit(f"samples: a sentence has more than {max_seq_len} tokens: type shorter ones with --samples")
-    torch.set_float32_matmul_precision("high")
     val = Rows(Path(data_dir) / "val.bin", meta["counts"]["val_rows"], seq_len, vocab_size)
     if offload:
         k_max = max(mask_count(0), mask_count(1))
@@ -410,6 +409,7 @@ def train(run, sets, tokenizer, peak):
     if compile and not offload:  # fully_shard's hooks would break the graph at every block
         run.compile(sets[15][0])
         run.seconds["compiling"] = time.monotonic() - run.start
+        run.state["compile_seconds"] += run.seconds["compiling"]
     state, first_row, planned = run.state, run.state["row"], False
     state["evals_done"] = min(state["evals_done"], int(run.progress() * evals))  # a larger budget takes progress back
     bar = tqdm(total=1.0, disable=parallel.RANK > 0 or None, bar_format="{percentage:3.0f}%|{bar}|{postfix}")
@@ -423,9 +423,9 @@ def train(run, sets, tokenizer, peak):
         if not run.train_step(progress):
             continue  # the clock or a signal came between
         speed = (state["row"] - first_row) * seq_len / run.seconds["training"]
-        mfu, bar.n, left = speed * run.flops_per_token / peak, progress, run.elapsed() * (1 / max(progress, 1e-9) - 1)
-        bar.set_postfix_str(f"loss {state['last']['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
-                            f"lr {state['last']['lr']:.1e}  {left / 60:.0f} min left")  # fmt: skip
+        mfu, bar.n, done = speed * run.flops_per_token / peak, progress, (run.elapsed() - state["compile_seconds"]) / 60
+        bar.set_postfix_str(f"loss {state['last']['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  lr "
+                            f"{state['last']['lr']:.1e}  {done / max(progress, 1e-9) - done:.0f} min left")  # fmt: skip
         if not planned and not max_steps and run.seconds["training"] > 10:
             bar.write(plan(run, speed, progress))
             planned = True

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nor a GPU: where there is one, they run on the CPU beside it
 if "PYTEST_XDIST_WORKER" in os.environ:  # busy threads of one process beside those of another are 30 times as slow
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

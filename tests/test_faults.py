@@ -247,6 +247,7 @@ def test_a_closed_pipe_ends_no_run(tmp_path, data_dir):
     ("raise RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate memory')",
      "out of memory: type a smaller model"),
     ("raise RuntimeError('CUDA out of memory. Tried to')", "out of memory: type a smaller model"),
+    ("raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')", "out of memory: type a smaller model"),
     ("raise MemoryError", "out of memory: type a smaller model"),
 ])  # fmt: skip
 def test_scripts_end_with_one_line(what, line):

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 import pytest
@@ -281,6 +282,14 @@ def test_save_and_load_any_architecture(tmp_path_factory, config):
     with torch.no_grad():
         assert torch.equal(model(ids), again(ids))
     assert again.decoder.weight is again.model.embeddings.tok_embeddings.weight
+
+
+def test_a_folder_from_before_a_setting_has_what_was_done_then(tmp_path):
+    save(random_model(), tmp_path)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    assert facts["nanocram"].pop("head_identity")
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    assert load(tmp_path).config == ModelConfig(**SMALL, head_identity=False)
 
 
 def test_what_is_native_is_said():

@@ -3,6 +3,8 @@ import json
 import re
 import shutil
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -96,6 +98,21 @@ def test_slips_are_one_line(tmp_path, data_dir, monkeypatch):
         finally:
             vars(race).update(own)
         assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_no_run_takes_what_another_has_compiled(tmp_path, monkeypatch):
+    caches = []
+
+    def fails(command, env, **options):
+        caches.append(env["TORCHINDUCTOR_CACHE_DIR"])
+        assert not any(Path(caches[-1]).iterdir())
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(race.subprocess, "run", fails)
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="did not come to its end"):
+            race.run(race.Contender("mine", "mine.py", {}), {"out_dir": str(tmp_path / "mine")}, {}, "")
+    assert caches[0] != caches[1] and not any(Path(cache).exists() for cache in caches)
 
 
 def test_a_race(tmp_path, data_dir):

@@ -236,6 +236,8 @@ def test_reserve_is_kept_for_the_last_evaluation_and_save(train, monkeypatch):
     assert run.progress() == pytest.approx(0.44)
     run.state |= {"eval_seconds": 8.0, "save_seconds": 2.0}
     assert run.progress() == pytest.approx(44 / 88)
+    run.state["compile_seconds"] = 28.0  # of the budget, but the schedule begins after it
+    assert run.progress() == pytest.approx(16 / 60)
     monkeypatch.setattr(run, "elapsed", lambda: 88.1)
     assert run.progress() == 1
     done = []
@@ -294,6 +296,17 @@ def test_a_finished_run_stays_finished_where_saving_is_slow(train, monkeypatch):
     checkpoint.write(run, "muon")
     checkpoint.restore(other, "muon")
     assert other.progress() == 1
+
+
+def test_compiling_is_no_part_of_the_schedule_after_a_resume_either(train, monkeypatch):
+    monkeypatch.setattr(train, "budget_hours", 100 / 3600)
+    run, other = new_run(train), new_run(train)
+    run.state["compile_seconds"] = 20.0
+    run.folder.mkdir()
+    run.before = 60.0
+    checkpoint.write(run, "muon")
+    checkpoint.restore(other, "muon")
+    assert other.progress() == pytest.approx(40 / 80, abs=0.02)
 
 
 def test_compiled_equals_eager(train, monkeypatch):
@@ -379,6 +392,17 @@ def test_slips_are_one_line(train, monkeypatch, tmp_path):
     for device, there in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())):
         if not there:
             cases.append(({"device": device}, f"device={device}, but this build of torch sees no such device"))
+    with pytest.MonkeyPatch.context() as patch:  # a GPU that torch cannot use: a day on the CPU would be a surprise
+        patch.setattr(torch.version, "cuda", "13.0")
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(machine, "DRIVER", tmp_path)
+        for hidden in ("", "-1"):
+            patch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+            machine.pick("auto", "auto")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        assert machine.pick("cpu", "auto")[0].type == "cpu"
+        with pytest.raises(SystemExit, match=r"update its driver for CUDA 13.0, or take"):
+            train.main()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "pick", lambda *settings: (torch.device("mps"), torch.float32))
         patch.setattr(train, "offload", True)

@@ -14,7 +14,6 @@ import torch
 
 from disk import write_beside
 from folder import complaint, plain
-from model import YOUNGER
 from record import COLUMNS
 
 VERSION = 1  # of the format; another one is refused
@@ -45,7 +44,7 @@ def read(run, optimizer):
         if ckpt.get("version", VERSION) != VERSION:
             sys.exit(f"{path} is of version {ckpt['version']!r:.20}, not {VERSION}: use the commit that run.json names")
         ours, theirs = asdict(run.model.config) | {"optimizer": optimizer}, dict(ckpt["config"])
-        theirs = asdict(type(run.model.config)()) | YOUNGER | theirs | {"optimizer": ckpt["optimizer"]}
+        theirs = asdict(type(run.model.config)()) | theirs | {"optimizer": ckpt["optimizer"]}  # settings may be younger
         if unknown := theirs.keys() - ours.keys():
             sys.exit(f"{path} has a setting {min(unknown):.40}, unknown here: use the commit that run.json names")
         if wrong := [f"--{k}={theirs[k]}" for k in ours if ours[k] != theirs[k]]:

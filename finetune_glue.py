@@ -59,7 +59,7 @@ import machine
 import record
 from data import Ragged, batches_by_length
 from folder import load, maker, save
-from model import YOUNGER, Classifier, MaskedLM
+from model import Classifier, MaskedLM
 from tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values: a table names what a run did otherwise.
@@ -115,8 +115,7 @@ def ours(folder, scratch):
 
     name, key = Path(folder).resolve().name, glue.fingerprint((Path(folder) / "tokenizer.json").read_bytes())
     tensors = b"" if scratch else (Path(folder) / "model.safetensors").read_bytes()
-    older = {k: v for k, v in asdict(config).items() if (k, v) not in YOUNGER.items()}  # runs from before still count
-    weights = glue.fingerprint(key, older, tensors)
+    weights = glue.fingerprint(key, asdict(config), tensors)
     name = f"{name} without pre-training" if scratch else name
     return System(name=name, weights=weights, tokenizer=key, encode=encode, pad=PAD, two_types=config.token_types > 1,
                   build=build, batch=glue_batch, lr=glue_lr, paper=PAPER_OURS)  # fmt: skip

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from disk import write_beside
-from model import ROPE_THETA, YOUNGER, Classifier, MaskedLM, ModelConfig
+from model import ROPE_THETA, Classifier, MaskedLM, ModelConfig
 
 
 def not_native(config):
@@ -119,8 +119,7 @@ def load(folder, device="cpu"):
 
     try:
         settings = json.loads((Path(folder) / "config.json").read_text())
-        model = MaskedLM(ModelConfig(**YOUNGER | settings["nanocram"]))
-        state = load_file(Path(folder) / "model.safetensors")
+        model, state = MaskedLM(ModelConfig(**settings["nanocram"])), load_file(Path(folder) / "model.safetensors")
         state = {k: v.reshape(v.shape or (1,)) for k, v in state.items()}  # position_scale was a scalar once
         if "id2label" in settings:
             model = Classifier(model, len(settings["id2label"]))

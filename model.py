@@ -40,7 +40,6 @@ class ModelConfig:
     norm_eps: float = 1e-5
     dropout: float = 0.0
     zero_init: bool = True
-    head_identity: bool = True
 
     def __post_init__(self):
         """Raise ValueError, naming the field and a value that works, for sizes that cannot be built."""
@@ -57,7 +56,6 @@ class ModelConfig:
             raise ValueError("dropout must lie in [0, 1), norm_eps above 0, and token_types be 0 (no table) or more")
 
 
-YOUNGER = {"head_identity": False}  # settings that older folders and checkpoints lack, and what these models had
 CHOICES = {"activation": ("geglu", "relu2", "gelu"), "position": ("rope", "sinusoidal", "learned")}
 ROPE_THETA = 10000.0
 
@@ -232,8 +230,6 @@ class MaskedLM(nn.Module):
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
-        if config.head_transform and config.head_identity:  # only GELU and norm are left of it at first
-            nn.init.eye_(self.head.dense.weight)
 
     def forward(self, ids, positions=None, attention_mask=None, token_types=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); at all T positions where none are given."""

@@ -71,7 +71,6 @@ token_types = 0                 # entries of a token-type table; BERT has 2
 norm_eps = 1e-5
 dropout = 0.0                   # one epoch or a few: nothing to regularise (paper 4.3)
 zero_init = True                # the blocks' output matrices start at zero, as in speed runs; a tie on a CPU
-head_identity = True            # the head's dense layer starts as the identity: 0.1 lower in minutes of a CPU
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of the matrix products; weights stay float32

@@ -19,7 +19,6 @@ norm_bias = True
 norm_eps = 1e-12
 dropout = 0.1
 zero_init = False
-head_identity = False
 # optimiser
 optimizer = "adam"
 lr = 1e-4

@@ -18,7 +18,6 @@ linear_bias = True
 norm_bias = True
 norm_eps = 1e-12
 zero_init = False
-head_identity = False
 # optimiser, batch and objective: those of config/crammed.py
 optimizer = "adamw"
 lr = 0.001

@@ -21,7 +21,6 @@ norm_bias = True
 norm_eps = 1e-6
 dropout = 0.1
 zero_init = False
-head_identity = False
 # optimiser
 optimizer = "adamw"
 lr = 0.001

@@ -18,7 +18,6 @@ n_head = 2
 n_embd = 128
 n_inner = 256
 zero_init = False
-head_identity = False  # what the rows of the README's table are compared with; with it on, 0.11 and 0.13 lower
 micro_batch = 32
 batch_size = 64
 batch_start = 64

@@ -1,10 +1,8 @@
 import dataclasses
-import json
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from conftest import ROOT
 from hypothesis import given, settings
@@ -227,8 +225,7 @@ def test_the_recipes_have_their_sizes(name, parameters, monkeypatch):
 def test_the_spread_of_fresh_weights(width, heads, std):
     """BERT's 0.02 from its width on, and as much larger as keeps attention's scores alike in a narrower model."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=500, n_layer=2, n_head=heads, n_embd=width, n_inner=2 * width, zero_init=False,
-                 head_identity=False)  # fmt: skip
+    sizes = dict(vocab_size=500, n_layer=2, n_head=heads, n_embd=width, n_inner=2 * width, zero_init=False)
     model = Classifier(MaskedLM(ModelConfig(**sizes, position="learned", linear_bias=True)), 64)
     for name, p in model.named_parameters():
         if p.ndim == 2:
@@ -245,16 +242,6 @@ def test_zero_init_makes_every_block_the_identity():
     assert torch.equal(model.model.layers[1](x, (model.model.rope_cos, model.model.rope_sin), None), x)
 
 
-def test_a_head_that_starts_as_the_identity_adds_gelu_and_norm_alone():
-    torch.manual_seed(0)
-    ids, _ = batch()
-    model = MaskedLM(ModelConfig(**SMALL, linear_bias=True)).eval()
-    x = model.model(ids)
-    expected = F.layer_norm(F.gelu(x), x.shape[-1:], eps=1e-5) @ model.model.embeddings.tok_embeddings.weight.T
-    assert torch.allclose(model(ids), expected, atol=1e-5)
-    assert not torch.allclose(MaskedLM(ModelConfig(**SMALL, head_identity=False)).head(x), model.head(x), atol=0.1)
-
-
 def configs():
     return st.builds(
         ModelConfig, vocab_size=st.integers(8, 60), max_seq_len=st.just(20), n_layer=st.integers(1, 3),
@@ -262,7 +249,7 @@ def configs():
         activation=st.sampled_from(["geglu", "relu2", "gelu"]),
         position=st.sampled_from(["rope", "sinusoidal", "learned"]), token_types=st.sampled_from([0, 2]),
         **{k: st.booleans() for k in ("post_norm", "embedding_norm", "first_attn_norm", "final_norm", "head_transform",
-                                      "linear_bias", "norm_bias", "decoder_bias", "zero_init", "head_identity")},
+                                      "linear_bias", "norm_bias", "decoder_bias", "zero_init")},
     )  # fmt: skip
 
 
@@ -282,14 +269,6 @@ def test_save_and_load_any_architecture(tmp_path_factory, config):
     with torch.no_grad():
         assert torch.equal(model(ids), again(ids))
     assert again.decoder.weight is again.model.embeddings.tok_embeddings.weight
-
-
-def test_a_folder_from_before_a_setting_has_what_was_done_then(tmp_path):
-    save(random_model(), tmp_path)
-    facts = json.loads((tmp_path / "config.json").read_text())
-    assert facts["nanocram"].pop("head_identity")
-    (tmp_path / "config.json").write_text(json.dumps(facts))
-    assert load(tmp_path).config == ModelConfig(**SMALL, head_identity=False)
 
 
 def test_what_is_native_is_said():

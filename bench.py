@@ -15,30 +15,38 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from configurator import assignments, configure, require, settings
+from nanocram.configurator import assignments, configure, require, settings
 
-compare = False            # also measure transformers' ModernBERT of equal shape, BERT-base and config/crammed.py
-profile = False            # also print the operators that take most of the time, and write a trace of three steps
-trace = "out/trace.json"   # for chrome://tracing or ui.perfetto.dev
-bench_steps = 20           # optimiser steps to measure, after the warm-up
+compare = (
+    False  # also measure transformers' ModernBERT of equal shape, BERT-base and config/crammed.py
+)
+profile = (
+    False  # also print the operators that take most of the time, and write a trace of three steps
+)
+trace = "out/trace.json"  # for chrome://tracing or ui.perfetto.dev
+bench_steps = 20  # optimiser steps to measure, after the warm-up
 
 TRAIN = {}  # the settings of train.py
-if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
+if (
+    __name__ == "__main__"
+):  # before the heavy imports, so that --help and a typo are answered at once
     TRAIN = configure(globals(), also="train.py")
 
 import numpy as np
 import torch
 
-import exits
-import host
-import machine
 import train
-from data import IGNORE, load_meta
-from folder import folder_config
 from model import MaskedLM, ModelConfig, make_loss
+from nanocram import machine, safety
+from nanocram import offload as offload_host
+from nanocram.data import IGNORE, load_meta
+from nanocram.model_folder import folder_config
 
 REFERENCE = "config/crammed.py"  # which of our own recipes is in every comparison
-BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # what is not as in BERT-base: no dropout
+BERT = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # what is not as in BERT-base: no dropout
 ROUNDS = 5  # of a comparison: the systems take turns, so that what else the machine does hits all of them
 
 
@@ -54,7 +62,9 @@ def new_run(config, folder):
         meta = load_meta(train.data_dir, vocab_size=train.vocab_size, seq_len=train.seq_len)
     else:
         print(f"data         {train.data_dir} is not prepared: rows of random tokens")
-        tokens = np.random.default_rng(0).integers(4, train.vocab_size, (4096, train.seq_len), dtype=np.uint16)
+        tokens = np.random.default_rng(0).integers(
+            4, train.vocab_size, (4096, train.seq_len), dtype=np.uint16
+        )
         tokens.tofile(Path(folder) / "train.bin")
         train.data_dir, meta = folder, {"counts": {"rows": len(tokens)}}
     return train.Run(config, meta, *machine.pick(train.device, train.dtype))
@@ -94,12 +104,20 @@ def speed(run):
     peak = max(peak, machine.matmul_rate(dev, run.amp_dtype))
     speeds = [train.batch_size * train.seq_len / t for t in times]
     rate = statistics.median(speeds) * run.flops_per_token
-    print(f"tokens/s     {spread(speeds)}: median and middle 80 % of {bench_steps} steps of {train.batch_size} rows")
-    print(f"MFU          {rate / peak:.1%} of the {peak / 1e12:.3g} TFLOP/s of a large matrix product, measured here")
-    if sheet := machine.datasheet_rate(machine.describe(dev)["device"]) * (run.amp_dtype != torch.float32):
+    print(
+        f"tokens/s     {spread(speeds)}: median and middle 80 % of {bench_steps} steps of {train.batch_size} rows"
+    )
+    print(
+        f"MFU          {rate / peak:.1%} of the {peak / 1e12:.3g} TFLOP/s of a large matrix product, measured here"
+    )
+    if sheet := machine.datasheet_rate(machine.describe(dev)["device"]) * (
+        run.amp_dtype != torch.float32
+    ):
         print(f"             {rate / sheet:.1%} of the datasheet's {sheet / 1e12:.0f} TFLOP/s")
     if watts and (power := statistics.mean(watts)):
-        print(f"power        {power:.0f} W: {power * train.budget_hours / 1e3:.2f} kWh in {train.budget_hours:g} hours")
+        print(
+            f"power        {power:.0f} W: {power * train.budget_hours / 1e3:.2f} kWh in {train.budget_hours:g} hours"
+        )
     return statistics.median(times), n_micro
 
 
@@ -114,7 +132,9 @@ def parts(run):
         seconds["forward"].append(t)
         seconds["backward"].append(machine.timed(dev, (loss / (micro * n_mask)).backward)[0])
         seconds["update"].append(machine.timed(dev, run.update, 0.5, loss.detach())[0])
-    words = ", ".join(f"{part} {spread([1e3 * t for t in ts], '.3g')}" for part, ts in seconds.items())
+    words = ", ".join(
+        f"{part} {spread([1e3 * t for t in ts], '.3g')}" for part, ts in seconds.items()
+    )
     print(f"time in ms   {words}; the update once a step, the others every {micro} rows")
     return statistics.median(seconds["update"])
 
@@ -122,20 +142,26 @@ def parts(run):
 def memory(run, kept):
     """Print bytes a parameter and a row, kept from before compiling; on a GPU also what fits on which card."""
     dev, micro, state = run.device, train.micro_batch, state_bytes(run)
-    print(f"memory       {state:.1f} bytes a parameter; {kept / 1e6:.2f} MB a row kept for the backward pass, before "
-          f"compiling; peak {machine.peak_bytes(dev) / 1e9:.2f} GB")  # fmt: skip
+    print(
+        f"memory       {state:.1f} bytes a parameter; {kept / 1e6:.2f} MB a row kept for the backward pass, before "
+        f"compiling; peak {machine.peak_bytes(dev) / 1e9:.2f} GB"
+    )
     if dev.type != "cuda":
         return
     for _ in range(2):  # the second micro-batch of a step: gradients are there by then
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run.loss(*run.micro_batch_at(0, train.mask_count(0))).backward()
-    per_row = (torch.cuda.max_memory_allocated() - before) / micro  # weights in bf16, part of it, do not grow with rows
+    per_row = (
+        torch.cuda.max_memory_allocated() - before
+    ) / micro  # weights in bf16, part of it, do not grow with rows
     run.drop_gradients()
     rest = 0 if train.offload else state * sum(w.numel() for w in run.weights.values())
     fits = {gb: int((0.9e9 * gb - rest) / per_row) for gb in (8, 12, 16, 24, 32, 48, 80, 141)}
     largest = ", ".join(f"{gb} GB {2 ** (n.bit_length() - 1)}" for gb, n in fits.items() if n > 0)
-    print(f"             {per_row / 1e6:.2f} MB a row at the peak of a micro-batch; micro_batch on a card of {largest}")
+    print(
+        f"             {per_row / 1e6:.2f} MB a row at the peak of a micro-batch; micro_batch on a card of {largest}"
+    )
 
 
 def plan(ramp, micro_seconds, update_seconds):
@@ -152,13 +178,21 @@ def dearest(run):
             step(run)
     profiler.export_chrome_trace(trace)
     events, own = profiler.key_averages(), "self_cpu_time_total"  # in microseconds
-    if run.device.type == "cuda":  # the kernels; the operators that started them carry the same time once more
+    if (
+        run.device.type == "cuda"
+    ):  # the kernels; the operators that started them carry the same time once more
         own = "self_device_time_total"
-        events = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation]
+        events = [
+            e
+            for e in events
+            if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
+        ]
     total = sum(getattr(e, own) for e in events)
     for e in sorted(events, key=lambda e: -getattr(e, own))[:10]:
         ms = getattr(e, own) / 3e3
-        print(f"{ms * 3e3 / total:6.1%} {ms:10.2f} ms and {e.count / 3:6.0f} calls a step  {e.key:.70}")
+        print(
+            f"{ms * 3e3 / total:6.1%} {ms:10.2f} ms and {e.count / 3:6.0f} calls a step  {e.key:.70}"
+        )
     print(f"the trace is in {trace}")
 
 
@@ -187,7 +221,11 @@ def systems(dev, amp_dtype):
     def ours(name, config):
         model = MaskedLM(config).to(dev)
         loss = make_loss(model, dev, amp_dtype)
-        return System(name, model, lambda ids, positions, labels, every: loss(ids, positions, labels) / labels.numel())
+        return System(
+            name,
+            model,
+            lambda ids, positions, labels, every: loss(ids, positions, labels) / labels.numel(),
+        )
 
     def theirs(name, model):
         def loss(ids, positions, labels, every):
@@ -200,19 +238,37 @@ def systems(dev, amp_dtype):
     native = ModelConfig(**{name: getattr(train, name) for name in sizes})
     yield ours("nanocram, a ModernBERT", native)
     try:
-        from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
+        from transformers import (
+            BertConfig,
+            BertForMaskedLM,
+            ModernBertConfig,
+            ModernBertForMaskedLM,
+        )
     except ImportError:
         print("\ntransformers is not installed: its rows are left out")
     else:
-        shape = {k: v for k, v in folder_config(native).items() if k not in ("nanocram", "architectures", "model_type")}
+        shape = {
+            k: v
+            for k, v in folder_config(native).items()
+            if k not in ("nanocram", "architectures", "model_type")
+        }
         for head, sparse in (("dense", False), ("sparse", True)):
             config = ModernBertConfig(**shape, sparse_prediction=sparse)
             yield theirs(f"transformers ModernBERT, {head} head", ModernBertForMaskedLM(config))
-        yield theirs("transformers BERT-base", BertForMaskedLM(BertConfig(vocab_size=train.vocab_size, **BERT)))
+        yield theirs(
+            "transformers BERT-base",
+            BertForMaskedLM(BertConfig(vocab_size=train.vocab_size, **BERT)),
+        )
     recipe = settings(train.__file__) | assignments(Path(__file__).parent / REFERENCE)
     values = {name: value for name, (value, _) in recipe.items()}
-    values |= {"vocab_size": train.vocab_size, "max_seq_len": train.max_seq_len}  # the rows are the same for all
-    yield ours(f"nanocram {REFERENCE}", ModelConfig(**{f.name: values[f.name] for f in fields(ModelConfig)}))
+    values |= {
+        "vocab_size": train.vocab_size,
+        "max_seq_len": train.max_seq_len,
+    }  # the rows are the same for all
+    yield ours(
+        f"nanocram {REFERENCE}",
+        ModelConfig(**{f.name: values[f.name] for f in fields(ModelConfig)}),
+    )
 
 
 def warmed_up(system, batch, dev):
@@ -231,7 +287,9 @@ def warmed_up(system, batch, dev):
             if typical() > eager:
                 system.loss, system.mode = plain, "eager"
     except Exception as e:  # out of memory, or whatever inductor raises
-        print(f"\n{system.name}, {system.mode}, does not run: {(str(e).strip() or repr(e)).splitlines()[0]:.100}")
+        print(
+            f"\n{system.name}, {system.mode}, does not run: {(str(e).strip() or repr(e)).splitlines()[0]:.100}"
+        )
         if system.mode == "eager":
             return None
         system.loss, system.mode = plain, "eager"
@@ -246,16 +304,26 @@ def side_by_side(batch, dev, amp_dtype):
     speeds = [[] for _ in sides]
     for _ in range(ROUNDS):
         for side, values in zip(sides, speeds, strict=True):
-            enough = time.perf_counter() + 2.0  # s: one of them may be many times larger than the others
+            enough = (
+                time.perf_counter() + 2.0
+            )  # s: one of them may be many times larger than the others
             for _ in range(max(1, bench_steps // ROUNDS)):
                 if time.perf_counter() < enough:
                     values.append(ids.numel() / machine.timed(dev, side.step, batch)[0])
-    print(f"\n| forward, backward and fused AdamW, {len(ids)} rows | parameters | | tokens/s | first is faster by |")
+    print(
+        f"\n| forward, backward and fused AdamW, {len(ids)} rows | parameters | | tokens/s | first is faster by |"
+    )
     print("| --- | ---: | --- | ---: | ---: |")
     first, size = statistics.median(speeds[0]), sides[0].parameters
     for side, values in zip(sides, speeds, strict=True):
-        ratio = f"{first / statistics.median(values):.2f}" if 0.8 < side.parameters / size < 1.25 else "of another size"
-        print(f"| {side.name} | {side.parameters / 1e6:.1f}M | {side.mode} | {spread(values)} | {ratio} |")
+        ratio = (
+            f"{first / statistics.median(values):.2f}"
+            if 0.8 < side.parameters / size < 1.25
+            else "of another size"
+        )
+        print(
+            f"| {side.name} | {side.parameters / 1e6:.1f}M | {side.mode} | {spread(values)} | {ratio} |"
+        )
 
 
 def main():
@@ -268,24 +336,43 @@ def main():
     config, ramp = train.check_settings(), [train.batch_rows(i / 1000) for i in range(1000)]
     train.max_steps = 2**40  # a step is not cut short by the clock
     if train.offload:
-        sizes = (train.batch_size, train.micro_batch, train.seq_len, max(train.mask_count(0), train.mask_count(1)))
-        print(host.plan(config, *machine.pick(train.device, train.dtype), *sizes))
+        sizes = (
+            train.batch_size,
+            train.micro_batch,
+            train.seq_len,
+            max(train.mask_count(0), train.mask_count(1)),
+        )
+        print(offload_host.plan(config, *machine.pick(train.device, train.dtype), *sizes))
     with tempfile.TemporaryDirectory() as folder:
         run = new_run(config, folder)
         dev, amp_dtype, facts = run.device, run.amp_dtype, machine.describe(run.device)
         count = sum(w.numel() for w in run.weights.values())
-        print(f"machine      {facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {amp_dtype}")
+        print(
+            f"machine      {facts['device']}, {facts['threads']} threads, torch {facts['torch']}, {amp_dtype}"
+        )
         print(f"model        {count:,} parameters, {run.flops_per_token / 1e6:,.1f} MFLOP a token")
         some = min(8, train.micro_batch // 2)
-        kept = (kept_bytes(run, 2 * some) - kept_bytes(run, some)) / some if some else kept_bytes(run, 1)
+        kept = (
+            (kept_bytes(run, 2 * some) - kept_bytes(run, some)) / some
+            if some
+            else kept_bytes(run, 1)
+        )
         (seconds, n_micro), update = speed(run), parts(run)
         memory(run, kept)
         steps, tokens = plan(ramp, (seconds - update) / n_micro, update)
-        epochs = f", {tokens / train.seq_len / run.rows.count:.2f} epochs" if train.data_dir != folder else ""
-        print(f"the budget   {train.budget_hours:g} hours: {steps:,.0f} steps, {tokens / 1e6:,.1f}M tokens{epochs}, "
-              "if nothing were compiled, evaluated or saved")  # fmt: skip
+        epochs = (
+            f", {tokens / train.seq_len / run.rows.count:.2f} epochs"
+            if train.data_dir != folder
+            else ""
+        )
+        print(
+            f"the budget   {train.budget_hours:g} hours: {steps:,.0f} steps, {tokens / 1e6:,.1f}M tokens{epochs}, "
+            "if nothing were compiled, evaluated or saved"
+        )
         if run.state["skipped"]:
-            print(f"WARNING: {run.state['skipped']} steps had no finite gradient: lower the learning rate")
+            print(
+                f"WARNING: {run.state['skipped']} steps had no finite gradient: lower the learning rate"
+            )
         if profile:
             dearest(run)
         batch = run.micro_batch_at(0, run.k_max)
@@ -295,4 +382,9 @@ def main():
 
 
 if __name__ == "__main__":
-    exits.run(main, "bench.py", "nothing was kept", lambda: f"a smaller --micro_batch (now {train.micro_batch})")
+    safety.run(
+        main,
+        "bench.py",
+        "nothing was kept",
+        lambda: f"a smaller --micro_batch (now {train.micro_batch})",
+    )

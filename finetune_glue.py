@@ -20,31 +20,37 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from configurator import configure, require
+from nanocram.configurator import configure, require
 
-model = "out/fineweb_edu"    # folder of a run of train.py; the results go there too
-glue_dir = ""                # folder of the official files (CoLA/train.tsv, …), perhaps gzipped; '' = from the Hub
+model = "out/fineweb_edu"  # folder of a run of train.py; the results go there too
+glue_dir = (
+    ""  # folder of the official files (CoLA/train.tsv, …), perhaps gzipped; '' = from the Hub
+)
 tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # with commas between; wnli, which the paper leaves out, can be named
-seeds = 5                    # fine-tunings of each task, which differ in fresh layers, dropout and order of the rows
-epochs = 5                   # passes over a task's training data
-baseline = ""                # instead of the model: scratch (the same without pre-training) | hf:PATH_OR_NAME
-save_models = False          # keep the classifier of each task's first seed, as MODEL/TASK, a model folder
-predict_test = False         # write the files for gluebenchmark.com too; what was done without them is repeated
-glue_batch = 16              # rows per optimiser step
-glue_lr = 4e-5               # peak learning rate of AdamW
-glue_warmup = 0.1            # share of the steps in which it rises; then a cosine down to 0
-glue_beta2 = 0.98            # of AdamW; beta1 is 0.9
-glue_eps = 1e-6              # of AdamW
-glue_weight_decay = 0.0      # of AdamW, decoupled
-glue_dropout = 0.1           # in the blocks and before the classifier
-glue_seq_len = 128           # longest input in tokens, a multiple of 8; what is longer is cut
-hf_batch = 32                # rows per optimiser step of --baseline=hf:…, as the paper did with BERT
-hf_lr = 2e-5                 # and its peak learning rate
+seeds = 5  # fine-tunings of each task, which differ in fresh layers, dropout and order of the rows
+epochs = 5  # passes over a task's training data
+baseline = ""  # instead of the model: scratch (the same without pre-training) | hf:PATH_OR_NAME
+save_models = False  # keep the classifier of each task's first seed, as MODEL/TASK, a model folder
+predict_test = (
+    False  # write the files for gluebenchmark.com too; what was done without them is repeated
+)
+glue_batch = 16  # rows per optimiser step
+glue_lr = 4e-5  # peak learning rate of AdamW
+glue_warmup = 0.1  # share of the steps in which it rises; then a cosine down to 0
+glue_beta2 = 0.98  # of AdamW; beta1 is 0.9
+glue_eps = 1e-6  # of AdamW
+glue_weight_decay = 0.0  # of AdamW, decoupled
+glue_dropout = 0.1  # in the blocks and before the classifier
+glue_seq_len = 128  # longest input in tokens, a multiple of 8; what is longer is cut
+hf_batch = 32  # rows per optimiser step of --baseline=hf:…, as the paper did with BERT
+hf_lr = 2e-5  # and its peak learning rate
 glue_cache = "data/glue_tokens"  # folder of the tokenised data; '' = tokenise anew every time
-device = "auto"              # auto | cuda | mps | cpu
-dtype = "auto"               # auto | bfloat16 | float16 | float32: of the matrix products; weights stay float32
+device = "auto"  # auto | cuda | mps | cpu
+dtype = "auto"  # auto | bfloat16 | float16 | float32: of the matrix products; weights stay float32
 
-if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
+if (
+    __name__ == "__main__"
+):  # before the heavy imports, so that --help and a typo are answered at once
     configure(globals())
 
 import numpy as np
@@ -52,19 +58,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import card
-import exits
-import glue
-import machine
-import record
-from data import Ragged, batches_by_length
-from folder import load, maker, save
 from model import Classifier, MaskedLM
-from tokenizer import CLS, PAD, SEP, Tokenizer, truncated
+from nanocram import glue, machine, record, safety
+from nanocram.data import Ragged, batches_by_length
+from nanocram.model_folder import load, maker, save
+from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values: a table names what a run did otherwise.
-PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_beta2": 0.98, "glue_eps": 1e-6, "glue_weight_decay": 0.0,
-         "glue_seq_len": 128}  # fmt: skip
+PAPER = {
+    "epochs": 5,
+    "glue_warmup": 0.1,
+    "glue_beta2": 0.98,
+    "glue_eps": 1e-6,
+    "glue_weight_decay": 0.0,
+    "glue_seq_len": 128,
+}
 PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1}
 PAPER_HF = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 
@@ -95,8 +103,10 @@ def ours(folder, scratch):
         sys.exit(f"{folder} is fine-tuned already: name the folder that train.py wrote")
     config = replace(pretrained.config, dropout=glue_dropout)
     if tokenizer.vocab_size != config.vocab_size:
-        sys.exit(f"{folder}: the tokenizer has {tokenizer.vocab_size} entries, the model {config.vocab_size}: they do "
-                 "not belong together, copy tokenizer.json from the data_dir of the run")  # fmt: skip
+        sys.exit(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} entries, the model {config.vocab_size}: they do "
+            "not belong together, copy tokenizer.json from the data_dir of the run"
+        )
     if (most := config.max_seq_len) < glue_seq_len:
         sys.exit(f"{folder} takes at most {most} tokens: type --glue_seq_len={most // 8 * 8}")
 
@@ -113,12 +123,25 @@ def ours(folder, scratch):
             masked_lm.load_state_dict(pretrained.state_dict())
         return Classifier(masked_lm, n_outputs, glue_dropout)
 
-    name, key = Path(folder).resolve().name, glue.fingerprint((Path(folder) / "tokenizer.json").read_bytes())
+    name, key = (
+        Path(folder).resolve().name,
+        glue.fingerprint((Path(folder) / "tokenizer.json").read_bytes()),
+    )
     tensors = b"" if scratch else (Path(folder) / "model.safetensors").read_bytes()
     weights = glue.fingerprint(key, asdict(config), tensors)
     name = f"{name} without pre-training" if scratch else name
-    return System(name=name, weights=weights, tokenizer=key, encode=encode, pad=PAD, two_types=config.token_types > 1,
-                  build=build, batch=glue_batch, lr=glue_lr, paper=PAPER_OURS)  # fmt: skip
+    return System(
+        name=name,
+        weights=weights,
+        tokenizer=key,
+        encode=encode,
+        pad=PAD,
+        two_types=config.token_types > 1,
+        build=build,
+        batch=glue_batch,
+        lr=glue_lr,
+        paper=PAPER_OURS,
+    )
 
 
 class HuggingFace(nn.Module):
@@ -128,8 +151,13 @@ class HuggingFace(nn.Module):
         from transformers import AutoModelForSequenceClassification as Auto
 
         super().__init__()
-        options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True}  # an old head may have had other labels
-        self.model, self.info = Auto.from_pretrained(name, num_labels=n_outputs, output_loading_info=True, **options)
+        options |= {
+            "dtype": torch.float32,
+            "ignore_mismatched_sizes": True,
+        }  # an old head may have had other labels
+        self.model, self.info = Auto.from_pretrained(
+            name, num_labels=n_outputs, output_loading_info=True, **options
+        )
 
     def forward(self, ids, attention_mask, token_types):
         mask = None if attention_mask is None else attention_mask.long()
@@ -149,12 +177,23 @@ def hugging_face(name):
     except ModuleNotFoundError as e:
         sys.exit(f"--baseline=hf:{name} needs a package: pip install {e.name}")
     except Exception as e:
-        sys.exit(f"transformers cannot load {name}: {(str(e).strip() or repr(e)).splitlines()[0]:.200}")
+        sys.exit(
+            f"transformers cannot load {name}: {(str(e).strip() or repr(e)).splitlines()[0]:.200}"
+        )
     config, two_types = net.model.config, "token_type_ids" in tokenizer.model_input_names
-    base = {k: v for k, v in net.model.state_dict().items() if k.startswith(net.model.base_model_prefix + ".")}
-    wrong = {*net.info["missing_keys"], *(key for key, *_ in net.info["mismatched_keys"])} & base.keys()
+    base = {
+        k: v
+        for k, v in net.model.state_dict().items()
+        if k.startswith(net.model.base_model_prefix + ".")
+    }
+    wrong = {
+        *net.info["missing_keys"],
+        *(key for key, *_ in net.info["mismatched_keys"]),
+    } & base.keys()
     if wrong := sorted(key for key in wrong if "pooler" not in key):
-        sys.exit(f"{name} is incomplete: {len(wrong)} of its weights are missing or of another shape, as {wrong[0]}")
+        sys.exit(
+            f"{name} is incomplete: {len(wrong)} of its weights are missing or of another shape, as {wrong[0]}"
+        )
     if tokenizer.pad_token_id is None or len(tokenizer) > config.vocab_size:
         sizes = f"its tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}"
         sys.exit(f"{name} cannot work: {sizes}, the padding token is {tokenizer.pad_token}")
@@ -164,7 +203,9 @@ def hugging_face(name):
     def encode(texts):
         for i in range(0, len(texts), 10000):  # some kB a row are needed on the way
             columns = [list(column) for column in zip(*texts[i : i + 10000], strict=True)]
-            batch = tokenizer(*columns, truncation=True, max_length=glue_seq_len, return_token_type_ids=two_types)
+            batch = tokenizer(
+                *columns, truncation=True, max_length=glue_seq_len, return_token_type_ids=two_types
+            )
             types = batch["token_type_ids"] if two_types else batch["input_ids"]
             for ids, t in zip(batch["input_ids"], types, strict=True):
                 yield np.array(ids), t.count(0) if two_types else len(ids)
@@ -172,10 +213,21 @@ def hugging_face(name):
     def build(n_outputs):
         return HuggingFace(name, n_outputs, local_files_only=True)
 
-    weights = glue.fingerprint(words, config.to_json_string(), *(t.numpy().tobytes() for t in base.values()))
-    return System(name=name, weights=weights, tokenizer=glue.fingerprint(words, two_types), encode=encode,
-                  pad=tokenizer.pad_token_id, two_types=two_types, build=build, batch=hf_batch, lr=hf_lr,
-                  paper=PAPER_HF)  # fmt: skip
+    weights = glue.fingerprint(
+        words, config.to_json_string(), *(t.numpy().tobytes() for t in base.values())
+    )
+    return System(
+        name=name,
+        weights=weights,
+        tokenizer=glue.fingerprint(words, two_types),
+        encode=encode,
+        pad=tokenizer.pad_token_id,
+        two_types=two_types,
+        build=build,
+        batch=hf_batch,
+        lr=hf_lr,
+        paper=PAPER_HF,
+    )
 
 
 def tokenised(system, task, split):
@@ -194,13 +246,18 @@ def tokenised(system, task, split):
             path.unlink()
     texts, labels = glue.read(task, split, glue_dir)
     rows = list(system.encode(texts))
-    arrays = {"ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
-              "length": np.array([len(ids) for ids, _ in rows]), "first": np.array([first for _, first in rows]),
-              "labels": np.zeros(0) if labels is None else labels,
-              "source": np.array(glue.fingerprint(*texts, b"" if labels is None else labels.tobytes()))}  # fmt: skip
+    arrays = {
+        "ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
+        "length": np.array([len(ids) for ids, _ in rows]),
+        "first": np.array([first for _, first in rows]),
+        "labels": np.zeros(0) if labels is None else labels,
+        "source": np.array(glue.fingerprint(*texts, b"" if labels is None else labels.tobytes())),
+    }
     if glue_cache:
         path.parent.mkdir(parents=True, exist_ok=True)
-        mine = path.with_name(f"{os.getpid()}-{path.name}")  # another process may be writing the same
+        mine = path.with_name(
+            f"{os.getpid()}-{path.name}"
+        )  # another process may be writing the same
         np.savez(mine, **arrays)
         mine.replace(path)
     return arrays
@@ -209,16 +266,30 @@ def tokenised(system, task, split):
 def lr_share(step, steps):
     """Learning rate as a share of its peak: a linear warm-up, then a cosine from 1 to 0."""
     warm = int(glue_warmup * steps)
-    return step / warm if step < warm else 0.5 + 0.5 * math.cos(math.pi * (step - warm) / (steps - warm))
+    return (
+        step / warm
+        if step < warm
+        else 0.5 + 0.5 * math.cos(math.pi * (step - warm) / (steps - warm))
+    )
 
 
 def train(system, net, data, seed, amp_dtype, tick):
     """Fine-tune net on data; returns the facts of it. tick(tokens) is called after each step."""
     dev, start = data.dev, time.perf_counter()
-    optimizer = torch.optim.AdamW(net.parameters(), system.lr, (0.9, glue_beta2), glue_eps, glue_weight_decay,
-                                  fused=dev.type in ("cuda", "cpu"))  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        net.parameters(),
+        system.lr,
+        (0.9, glue_beta2),
+        glue_eps,
+        glue_weight_decay,
+        fused=dev.type in ("cuda", "cpu"),
+    )
     scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
-    steps = [rows for epoch in range(epochs) for rows in batches_by_length(data.length, system.batch, (seed, epoch))]
+    steps = [
+        rows
+        for epoch in range(epochs)
+        for rows in batches_by_length(data.length, system.batch, (seed, epoch))
+    ]
     net.train()
     for step, rows in enumerate(steps):
         for group in optimizer.param_groups:
@@ -226,7 +297,11 @@ def train(system, net, data, seed, amp_dtype, tick):
         inputs, labels = data.batch(rows)
         with torch.autocast(dev.type, amp_dtype, enabled=amp_dtype != torch.float32):
             outputs = net(*inputs).float()  # (B, outputs)
-        loss = F.mse_loss(outputs[:, 0], labels) if outputs.shape[1] == 1 else F.cross_entropy(outputs, labels)
+        loss = (
+            F.mse_loss(outputs[:, 0], labels)
+            if outputs.shape[1] == 1
+            else F.cross_entropy(outputs, labels)
+        )
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -234,8 +309,14 @@ def train(system, net, data, seed, amp_dtype, tick):
         tick(int(data.length[rows].sum()))
     loss.item()  # waits for the device, here alone
     seconds, rows = time.perf_counter() - start, sum(map(len, steps))
-    padded = 1 - float(sum(data.length[r].sum() for r in steps) / sum(len(r) * data.width(r) for r in steps))
-    return {"seconds": round(seconds, 2), "rows_per_second": round(rows / seconds, 1), "padded": round(padded, 4)}
+    padded = 1 - float(
+        sum(data.length[r].sum() for r in steps) / sum(len(r) * data.width(r) for r in steps)
+    )
+    return {
+        "seconds": round(seconds, 2),
+        "rows_per_second": round(rows / seconds, 1),
+        "padded": round(padded, 4),
+    }
 
 
 @torch.inference_mode()
@@ -248,27 +329,51 @@ def predict(net, data, amp_dtype):
             outputs.append(net(*data.batch(rows)[0]).float())
     outputs = torch.cat(outputs).cpu().numpy()
     if not np.isfinite(outputs).all():
-        raise FloatingPointError("outputs that are not finite: try --dtype=float32, or a smaller learning rate")
+        raise FloatingPointError(
+            "outputs that are not finite: try --dtype=float32, or a smaller learning rate"
+        )
     return outputs[np.argsort(order)]
 
 
 def check_settings():
     """The names of the tasks; exits with one line for settings that cannot work."""
-    require(globals(), {
-        "seeds": (1, 1000), "epochs": (1, 1000), "glue_batch": (1, 65536), "glue_lr": (0, 1), "glue_warmup": (0, 0.9),
-        "glue_beta2": (0, 0.99999), "glue_eps": (0, 1), "glue_weight_decay": (0, 1e3), "glue_dropout": (0, 0.9),
-        "glue_seq_len": (16, 65536), "hf_batch": (1, 65536), "hf_lr": (0, 1),
-        "device": ("auto", "cuda", "mps", "cpu"), "dtype": ("auto", "bfloat16", "float16", "float32"),
-    })  # fmt: skip
+    require(
+        globals(),
+        {
+            "seeds": (1, 1000),
+            "epochs": (1, 1000),
+            "glue_batch": (1, 65536),
+            "glue_lr": (0, 1),
+            "glue_warmup": (0, 0.9),
+            "glue_beta2": (0, 0.99999),
+            "glue_eps": (0, 1),
+            "glue_weight_decay": (0, 1e3),
+            "glue_dropout": (0, 0.9),
+            "glue_seq_len": (16, 65536),
+            "hf_batch": (1, 65536),
+            "hf_lr": (0, 1),
+            "device": ("auto", "cuda", "mps", "cpu"),
+            "dtype": ("auto", "bfloat16", "float16", "float32"),
+        },
+    )
     if glue_seq_len % 8:
-        sys.exit(f"glue_seq_len={glue_seq_len} is no multiple of 8: type --glue_seq_len={glue_seq_len // 8 * 8}")
+        sys.exit(
+            f"glue_seq_len={glue_seq_len} is no multiple of 8: type --glue_seq_len={glue_seq_len // 8 * 8}"
+        )
     if baseline not in ("", "scratch") and not re.match("hf:.", baseline):
-        sys.exit(f"baseline={baseline} is unknown: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
+        sys.exit(
+            f"baseline={baseline} is unknown: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME"
+        )
     if glue_dir and not Path(glue_dir).is_dir():
-        sys.exit(f"{glue_dir} is no folder: --glue_dir is one with CoLA/train.tsv and so on, '' takes the Hub's data")
+        sys.exit(
+            f"{glue_dir} is no folder: --glue_dir is one with CoLA/train.tsv and so on, '' takes the Hub's data"
+        )
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",")))
     for name in (name for name in names if name not in glue.TASKS):
-        near = difflib.get_close_matches(name.lower().replace("-", ""), glue.TASKS, 1) or ["one of", *glue.TASKS]
+        near = difflib.get_close_matches(name.lower().replace("-", ""), glue.TASKS, 1) or [
+            "one of",
+            *glue.TASKS,
+        ]
         sys.exit(f"there is no task {name!r}: did you mean {' '.join(near)}?")
     return names
 
@@ -279,9 +384,14 @@ def read_all(system, names):
 
     result = {}
     for name in tqdm(names, desc="reading", leave=False, disable=None):
-        task, files = glue.TASKS[name], {file: at for file, at in glue.SUBMISSION.items() if at[0] == name}
+        task, files = (
+            glue.TASKS[name],
+            {file: at for file, at in glue.SUBMISSION.items() if at[0] == name},
+        )
         try:
-            result[name] = {split: tokenised(system, name, split) for split in task.rows if "test" not in split}
+            result[name] = {
+                split: tokenised(system, name, split) for split in task.rows if "test" not in split
+            }
         except FileNotFoundError as e:
             print(f"{name} is left out: {e}")
             continue
@@ -292,18 +402,24 @@ def read_all(system, names):
                 print(f"{file} is left out: {e}")
                 continue
             result[name][file] = found
-            if (n := len(found["length"])) != (official := (glue.AX if file == "AX.tsv" else task).rows[split]):
+            if (n := len(found["length"])) != (
+                official := (glue.AX if file == "AX.tsv" else task).rows[split]
+            ):
                 print(f"{file} will have {n:,} rows, the leaderboard wants {official:,}")
     if not result:
-        sys.exit("no task is left: point --glue_dir to a folder with the official files, or '' to take the Hub's")
+        sys.exit(
+            "no task is left: point --glue_dir to a folder with the official files, or '' to take the Hub's"
+        )
     return result
 
 
 def facts_of(name, splits):
     """What tells the data of a task: rows and fingerprints of its training and dev sets."""
     known = {split: arrays for split, arrays in splits.items() if split in glue.TASKS[name].rows}
-    return {"rows": {split: len(a["length"]) for split, a in known.items()},
-            "data": {split: str(a["source"]) for split, a in known.items()}}  # fmt: skip
+    return {
+        "rows": {split: len(a["length"]) for split, a in known.items()},
+        "data": {split: str(a["source"]) for split, a in known.items()},
+    }
 
 
 def is_done(run, name, seed, splits, folder):
@@ -317,16 +433,27 @@ def is_done(run, name, seed, splits, folder):
 
 def made(system, run):
     """What made the classifier of a run, so that another one is not taken for it."""
-    return glue.fingerprint(system.weights, run["task"], run["data"], [globals()[key] for key in system.paper])
+    return glue.fingerprint(
+        system.weights, run["task"], run["data"], [globals()[key] for key in system.paper]
+    )
 
 
 def run_once(system, name, seed, splits, folder, dev, amp_dtype, tick):
     """Fine-tune and evaluate one task with one seed, write the answers to its test sets; the run, as in glue.json."""
-    task, data = glue.TASKS[name], {s: Ragged(a, system.pad, system.two_types, dev) for s, a in splits.items()}
+    task, data = (
+        glue.TASKS[name],
+        {s: Ragged(a, system.pad, system.two_types, dev) for s, a in splits.items()},
+    )
     torch.manual_seed(seed)
     net = system.build(task.n_outputs).to(dev)
-    run = {"task": name, "seed": seed, "scores": {}, **facts_of(name, splits), "date": time.strftime("%Y-%m-%d"),
-           "device": machine.describe(dev)["device"]}  # fmt: skip
+    run = {
+        "task": name,
+        "seed": seed,
+        "scores": {},
+        **facts_of(name, splits),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": machine.describe(dev)["device"],
+    }
     run |= train(system, net, data["train"], seed, amp_dtype, tick)
     for split in (s for s in splits if s != "train"):
         outputs = predict(net, data[split], amp_dtype)
@@ -351,34 +478,47 @@ def main():
     dev, amp_dtype = machine.pick(device, dtype)
     if not folder.is_dir():
         sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
-    record.glue_lock(folder).close()  # a folder that cannot be written shows now, not after the first task
+    glue.lock(folder).close()  # a folder that cannot be written shows now, not after the first task
     foreign = baseline.startswith("hf:")
     system = hugging_face(baseline[3:]) if foreign else ours(model, baseline == "scratch")
     for name in names if save_models and not baseline else ():
         maker(folder / name)
-    print(f"{system.name} on {dev.type} in {amp_dtype}: {epochs} epochs, batch {system.batch}, AdamW {system.lr:g}, "
-          f"dropout {'its own' if foreign else glue_dropout}, {glue_seq_len} tokens", flush=True)  # fmt: skip
+    print(
+        f"{system.name} on {dev.type} in {amp_dtype}: {epochs} epochs, batch {system.batch}, AdamW {system.lr:g}, "
+        f"dropout {'its own' if foreign else glue_dropout}, {glue_seq_len} tokens",
+        flush=True,
+    )
     answers = folder / "_".join(["submission", *re.findall(r"\w+", baseline)])
     try:
         splits = read_all(system, names)
     except ValueError as e:
         sys.exit(str(e))
-    changed = [f"{key}={globals()[key]}" for key, value in system.paper.items() if globals()[key] != value]
+    changed = [
+        f"{key}={globals()[key]}" for key, value in system.paper.items() if globals()[key] != value
+    ]
     changed += [f"dtype={dtype}"] if amp_dtype != machine.pick(device, "auto")[1] else []
-    entry = {"system": ", ".join([system.name, *changed]), "weights": system.weights, "machine": machine.describe(dev),
-             "protocol": {key: globals()[key] for key in system.paper} | {"dtype": str(amp_dtype)}}  # fmt: skip
+    entry = {
+        "system": ", ".join([system.name, *changed]),
+        "weights": system.weights,
+        "machine": machine.describe(dev),
+        "protocol": {key: globals()[key] for key in system.paper} | {"dtype": str(amp_dtype)},
+    }
     every = [(name, seed) for name in splits for seed in range(seeds)]
 
     def done(jobs):
         """The runs in glue.json that are those of jobs."""
-        runs = record.glue_runs(folder, entry)
+        runs = glue.stored_runs(folder, entry)
         if save_models and not baseline:
             runs = [r for r in runs if r["seed"] or maker(folder / r["task"]) == made(system, r)]
-        return {job: run for job in jobs for run in runs if is_done(run, *job, splits[job[0]], answers)}
+        return {
+            job: run for job in jobs for run in runs if is_done(run, *job, splits[job[0]], answers)
+        }
 
     if found := done(every):
         print(f"{len(found)} of {len(every)} fine-tunings are in {folder}/glue.json already")
-        record.add_glue_runs(folder, entry, [*found.values()])  # the last ones decide which data the table is about
+        glue.add_runs(
+            folder, entry, [*found.values()]
+        )  # the last ones decide which data the table is about
     todo = [job for job in every if job not in found]
     total = sum(int(splits[name]["train"]["length"].sum()) * epochs for name, _ in todo)
     bar = tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, smoothing=0.02)
@@ -390,16 +530,18 @@ def main():
         except FloatingPointError as e:
             failed.append(f"{name}, seed {seed}: {e}")
             continue
-        record.add_glue_runs(folder, entry, [run])
+        glue.add_runs(folder, entry, [run])
         words = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
-        bar.write(f"{name}, seed {seed}: {words}  ({run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s, "
-                  f"{run['padded']:.0%} padding)")  # fmt: skip
+        bar.write(
+            f"{name}, seed {seed}: {words}  ({run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s, "
+            f"{run['padded']:.0%} padding)"
+        )
     bar.close()
     if predict_test:
         glue.write_submission(answers, [*done(every).values()])
-    with record.glue_lock(folder):
-        card.write(folder)
-    print("", *glue.table(record.glue_systems(folder)), "", sep="\n")
+    with glue.lock(folder):
+        record.write_card(folder, glue.markdown(glue.summary(glue.systems_by_name(folder))[0]))
+    print("", *glue.table(glue.systems_by_name(folder)), "", sep="\n")
     print(f"{folder}: glue.md (this table, and each score's spread), glue.json")
     if failed:
         sys.exit("\n".join(failed))
@@ -407,5 +549,9 @@ def main():
 
 if __name__ == "__main__":
     size = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
-    exits.run(main, model, "the same command goes on with the fine-tuning that was cut short",
-              lambda: f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)")  # fmt: skip
+    safety.run(
+        main,
+        model,
+        "the same command goes on with the fine-tuning that was cut short",
+        lambda: f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)",
+    )

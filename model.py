@@ -43,17 +43,39 @@ class ModelConfig:
 
     def __post_init__(self):
         """Raise ValueError, naming the field and a value that works, for sizes that cannot be built."""
-        for name in (name for name, choices in CHOICES.items() if getattr(self, name) not in choices):
-            raise ValueError(f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(CHOICES[name])}")
-        if min(self.vocab_size, self.max_seq_len, self.n_layer, self.n_head, self.n_embd, self.n_inner) < 1:
-            raise ValueError("vocab_size, max_seq_len, n_layer, n_head, n_embd and n_inner must be at least 1")
+        for name in (
+            name for name, choices in CHOICES.items() if getattr(self, name) not in choices
+        ):
+            raise ValueError(
+                f"{name}={getattr(self, name)} is unknown: choose one of {', '.join(CHOICES[name])}"
+            )
+        if (
+            min(
+                self.vocab_size,
+                self.max_seq_len,
+                self.n_layer,
+                self.n_head,
+                self.n_embd,
+                self.n_inner,
+            )
+            < 1
+        ):
+            raise ValueError(
+                "vocab_size, max_seq_len, n_layer, n_head, n_embd and n_inner must be at least 1"
+            )
         if self.n_embd % (2 * self.n_head):
             near = max(1, round(self.n_embd / (2 * self.n_head))) * 2 * self.n_head
-            raise ValueError(f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}: try {near}")
+            raise ValueError(
+                f"n_embd={self.n_embd} must be an even multiple of n_head={self.n_head}: try {near}"
+            )
         if not 0 <= self.n_narrow < self.n_layer:
-            raise ValueError(f"n_narrow={self.n_narrow} must lie between 0 and {self.n_layer - 1}: one stays full")
+            raise ValueError(
+                f"n_narrow={self.n_narrow} must lie between 0 and {self.n_layer - 1}: one stays full"
+            )
         if not (0 <= self.dropout < 1 and self.norm_eps > 0 and self.token_types >= 0):
-            raise ValueError("dropout must lie in [0, 1), norm_eps above 0, and token_types be 0 (no table) or more")
+            raise ValueError(
+                "dropout must lie in [0, 1), norm_eps above 0, and token_types be 0 (no table) or more"
+            )
 
 
 CHOICES = {"activation": ("geglu", "relu2", "gelu"), "position": ("rope", "sinusoidal", "learned")}
@@ -73,12 +95,20 @@ class Embeddings(nn.Module):
         self.position = config.position
         if config.position == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
-        elif config.position == "sinusoidal":  # the paper's: a fixed table times one learnt scale (section 4.2)
-            self.position_scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))  # fully_shard takes no scalar
+        elif (
+            config.position == "sinusoidal"
+        ):  # the paper's: a fixed table times one learnt scale (section 4.2)
+            self.position_scale = nn.Parameter(
+                torch.full((1,), config.n_embd**-0.5)
+            )  # fully_shard takes no scalar
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
-            table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)  # sin on even, cos on odd channels
+            table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(
+                1
+            )  # sin on even, cos on odd channels
             self.register_buffer("position_table", table, persistent=False)
-        self.type_embeddings = nn.Embedding(config.token_types, config.n_embd) if config.token_types else None
+        self.type_embeddings = (
+            nn.Embedding(config.token_types, config.n_embd) if config.token_types else None
+        )
         self.norm = layer_norm(config) if config.embedding_norm else nn.Identity()
         self.drop = nn.Dropout(config.dropout)
 
@@ -89,7 +119,9 @@ class Embeddings(nn.Module):
         elif self.position == "sinusoidal":
             x = x + self.position_scale * self.position_table[: ids.shape[1]]
         if self.type_embeddings is not None:
-            x = x + self.type_embeddings(torch.zeros_like(ids) if token_types is None else token_types)
+            x = x + self.type_embeddings(
+                torch.zeros_like(ids) if token_types is None else token_types
+            )
         return self.drop(self.norm(x))
 
 
@@ -109,8 +141,12 @@ def rows_at(x, positions):
     """Rows (B, K, C) of x (B, T, C) at positions (B, K); all of x where positions is None."""
     if positions is None:
         return x
-    rows = torch.arange(len(x), device=x.device)[:, None] * x.shape[1]  # a flat gather: one static index_select
-    return x.flatten(0, 1).index_select(0, (rows + positions).flatten()).unflatten(0, positions.shape)
+    rows = (
+        torch.arange(len(x), device=x.device)[:, None] * x.shape[1]
+    )  # a flat gather: one static index_select
+    return (
+        x.flatten(0, 1).index_select(0, (rows + positions).flatten()).unflatten(0, positions.shape)
+    )
 
 
 class Attention(nn.Module):
@@ -125,8 +161,15 @@ class Attention(nn.Module):
     def forward(self, x, source, rope, mask, positions):
         """Rows x (B, K, C), at positions (B, K) of all T or None for all in order, look at source (B, T, C)."""
         B, T, C = source.shape
-        heads = (B, -1, self.n_head, C // self.n_head)  # transposed: q (B, H, K, D), k and v (B, H, T, D)
-        q, k, v = (y.view(heads).transpose(1, 2) for y in (self.Wq(x), self.Wk(source), self.Wv(source)))
+        heads = (
+            B,
+            -1,
+            self.n_head,
+            C // self.n_head,
+        )  # transposed: q (B, H, K, D), k and v (B, H, T, D)
+        q, k, v = (
+            y.view(heads).transpose(1, 2) for y in (self.Wq(x), self.Wk(source), self.Wv(source))
+        )
         if rope is not None:
             cos, sin = (table[:T].to(q.dtype) for table in rope)
             at = slice(None) if positions is None else positions[:, None]  # (B, 1, K)
@@ -134,7 +177,9 @@ class Attention(nn.Module):
         if q.is_cpu:  # the CPU's flash attention takes half the time in float32 (forward and backward, AVX512-BF16)
             q, k, v = q.float(), k.float(), v.float()
         with torch.autocast("cpu", enabled=False):
-            y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0)
+            y = F.scaled_dot_product_attention(
+                q, k, v, mask, self.dropout if self.training else 0.0
+            )
         return self.Wo(y.transpose(1, 2).reshape(B, -1, C))
 
 
@@ -162,7 +207,9 @@ class Block(nn.Module):
     def __init__(self, config, first):
         super().__init__()
         self.post_norm = config.post_norm
-        skip = first and not config.post_norm and not config.first_attn_norm  # the embedding norm stands in
+        skip = (
+            first and not config.post_norm and not config.first_attn_norm
+        )  # the embedding norm stands in
         self.attn_norm = nn.Identity() if skip else layer_norm(config)
         self.attn = Attention(config)
         self.mlp_norm = layer_norm(config)
@@ -172,7 +219,9 @@ class Block(nn.Module):
     def forward(self, x, rope, mask, source=None, positions=None):
         """Rows x (B, K, C), at positions (B, K), after a look at source (B, T, C), or at one another without it."""
         if self.post_norm:
-            x = self.attn_norm(x + self.drop(self.attn(x, x if source is None else source, rope, mask, positions)))
+            x = self.attn_norm(
+                x + self.drop(self.attn(x, x if source is None else source, rope, mask, positions))
+            )
             return self.mlp_norm(x + self.drop(self.mlp(x)))
         rows = self.attn_norm(x)
         source = rows if source is None else self.attn_norm(source)
@@ -193,12 +242,16 @@ class Encoder(nn.Module):
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
         self.rope = config.position == "rope"
         if self.rope:
-            angles = position_angles(config.max_seq_len, config.n_embd // config.n_head).repeat(1, 2)  # (T, D)
+            angles = position_angles(config.max_seq_len, config.n_embd // config.n_head).repeat(
+                1, 2
+            )  # (T, D)
             self.register_buffer("rope_cos", angles.cos(), persistent=False)
             self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
     def forward(self, ids, attention_mask=None, token_types=None, positions=None):
-        mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]  # (B, 1, 1, T)
+        mask = (
+            None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+        )  # (B, 1, 1, T)
         x = self.embeddings(ids, token_types)
         rope = (self.rope_cos, self.rope_sin) if self.rope else None
         for layer in self.layers[: self.n_full]:
@@ -245,7 +298,9 @@ class MaskedLM(nn.Module):
         for layer in layers[n_full:]:
             every += [layer.attn.Wk, layer.attn.Wv]
             few += [layer.attn.Wq, layer.attn.Wo, layer.mlp]
-        W, W_few = (sum(p.numel() for m in ms for p in m.parameters() if p.ndim == 2) for ms in (every, few))
+        W, W_few = (
+            sum(p.numel() for m in ms for p in m.parameters() if p.ndim == 2) for ms in (every, few)
+        )
         attention = 12 * (n_full + share * (len(layers) - n_full)) * seq_len * self.config.n_embd
         return 6 * (W + share * W_few) + attention
 
@@ -255,7 +310,9 @@ def make_loss(model, device, amp_dtype):
 
     def loss(ids, positions, labels):
         # no weight is used twice, and a cache would keep the low-precision copies of all blocks, offloaded ones too
-        with torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32, cache_enabled=False):
+        with torch.autocast(
+            device.type, amp_dtype, enabled=amp_dtype != torch.float32, cache_enabled=False
+        ):
             logits = model(ids, positions)  # (B, K, V): they exist for the chosen positions only
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
@@ -276,7 +333,9 @@ class Classifier(nn.Module):
 
     def forward(self, ids, attention_mask=None, token_types=None):
         """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS]; attention_mask is 1 at real tokens."""
-        x = self.model(ids, attention_mask, token_types, torch.zeros_like(ids[:, :1]))[:, 0]  # (B, C)
+        x = self.model(ids, attention_mask, token_types, torch.zeros_like(ids[:, :1]))[
+            :, 0
+        ]  # (B, C)
         return self.classifier(self.drop(self.head(x)))
 
 

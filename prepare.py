@@ -24,38 +24,50 @@ from pathlib import Path
 
 import numpy as np
 
-import exits
-from configurator import configure, require, settings
-from disk import Lock, beside, write_beside
-from tokenizer import CLS, MASK, SEP, Tokenizer, normalise, train_tokenizer
+from nanocram import safety
+from nanocram.configurator import configure, require, settings
+from nanocram.safety import Lock, beside, write_beside
+from nanocram.tokenizer import CLS, MASK, SEP, Tokenizer, normalise, train_tokenizer
 
 # what to read
-data_dir = "data/fineweb_edu"             # the folder to write
-source = "HuggingFaceFW/fineweb-edu"      # a glob of local files, or the name of a Hub data set
-source_config = "sample-10BT"             # which configuration of the Hub data set; '' = its only one
-text_column = "text"                      # where .jsonl, .parquet and Hub data sets keep the text
-max_docs = 0                              # stop after reading this many documents; 0 = all
-max_tokens = 0                            # stop after this many tokens, counted before the filter; 0 = all
+data_dir = "data/fineweb_edu"  # the folder to write
+source = "HuggingFaceFW/fineweb-edu"  # a glob of local files, or the name of a Hub data set
+source_config = "sample-10BT"  # which configuration of the Hub data set; '' = its only one
+text_column = "text"  # where .jsonl, .parquet and Hub data sets keep the text
+max_docs = 0  # stop after reading this many documents; 0 = all
+max_tokens = 0  # stop after this many tokens, counted before the filter; 0 = all
 # text to tokens
-normalisation = "ascii"                   # ascii: lower case, no accents, as the paper | plain: any script, cased
-vocab_size = 32768                        # entries of the byte-level BPE vocabulary, 4 special tokens included
-vocab_sample_mb = 100                     # MB of text, taken evenly from all files, that the vocabulary is trained on
+normalisation = "ascii"  # ascii: lower case, no accents, as the paper | plain: any script, cased
+vocab_size = 32768  # entries of the byte-level BPE vocabulary, 4 special tokens included
+vocab_sample_mb = 100  # MB of text, taken evenly from all files, that the vocabulary is trained on
 # tokens to rows
-seq_len = 128                             # tokens in a row, the leading [CLS] included
-filter_ratio = 0.25                       # keep a document if tokens < ratio x characters (paper 4.4); 0 = keep all
-dedup = False                             # drop exact copies of earlier documents
-order = "shuffle"                         # shuffle | curriculum: rows with most sentence ends first (paper 4.4)
-val_share = 0.01                          # share of documents held out for val.bin, chosen by a hash of their text
-val_tokens = 1000000                      # at most this many tokens are held out; later candidates go to train.bin
-threads = 0                               # tokenizer threads, 0 = one per core; the result does not depend on it
+seq_len = 128  # tokens in a row, the leading [CLS] included
+filter_ratio = 0.25  # keep a document if tokens < ratio x characters (paper 4.4); 0 = keep all
+dedup = False  # drop exact copies of earlier documents
+order = "shuffle"  # shuffle | curriculum: rows with most sentence ends first (paper 4.4)
+val_share = 0.01  # share of documents held out for val.bin, chosen by a hash of their text
+val_tokens = 1000000  # at most this many tokens are held out; later candidates go to train.bin
+threads = 0  # tokenizer threads, 0 = one per core; the result does not depend on it
 
-if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
+if (
+    __name__ == "__main__"
+):  # before the heavy imports, so that --help and a typo are answered at once
     configure(globals())
 
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut, or it would have to fit into memory
+MAX_DOCUMENT = (
+    1 << 20
+)  # characters; a text file without blank lines is cut, or it would have to fit into memory
 BUCKETS = 128  # files that rows are spread over before they are put in order: memory stays at 1/128 of the data
-OURS = ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin", "meta.json", "*.tmp", "bucket-*")
+OURS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "train.bin",
+    "val.bin",
+    "meta.json",
+    "*.tmp",
+    "bucket-*",
+)
 
 
 def source_files(pattern):
@@ -63,9 +75,15 @@ def source_files(pattern):
     files = sorted(f for f in glob.glob(pattern, recursive=True) if os.path.isfile(f))
     kinds = [file_kind(f) for f in files]
     if None in kinds:
-        sys.exit(f"{files[kinds.index(None)]} is of no known kind: rename it to .txt or .jsonl (.gz), or .parquet")
-    if not files and (file_kind(pattern) or any(c in pattern for c in "*?[") or os.path.isdir(pattern)):
-        sys.exit(f'no file matches source={pattern}: give a glob in quotes, like --source="texts/*.txt"')
+        sys.exit(
+            f"{files[kinds.index(None)]} is of no known kind: rename it to .txt or .jsonl (.gz), or .parquet"
+        )
+    if not files and (
+        file_kind(pattern) or any(c in pattern for c in "*?[") or os.path.isdir(pattern)
+    ):
+        sys.exit(
+            f'no file matches source={pattern}: give a glob in quotes, like --source="texts/*.txt"'
+        )
     return files
 
 
@@ -77,11 +95,15 @@ def open_stream(path):
     """The texts of one local file (of a .txt its lines) or, where path is '', of the Hub data set, one by one."""
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would say of a broken file we say at the end
+    datasets.logging.set_verbosity(
+        datasets.logging.CRITICAL
+    )  # what it would say of a broken file we say at the end
     kind, column = file_kind(path), "text" if file_kind(path) == "text" else text_column
     if path:
         options = {"encoding_errors": "replace"} if kind == "text" else {}
-        stream = datasets.load_dataset(kind, data_files=[path], split="train", streaming=True, **options)
+        stream = datasets.load_dataset(
+            kind, data_files=[path], split="train", streaming=True, **options
+        )
     else:
         stream = datasets.load_dataset(source, source_config or None, split="train", streaming=True)
     for table in stream.with_format("arrow").iter(batch_size=256):
@@ -122,13 +144,17 @@ def documents(paths, errors, limit=0):
                 if limit and taken + size >= limit:
                     break
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
-            errors[path or source] = f"{type(e).__name__}: {(str(e) or 'no reason given').splitlines()[0]:.200}"
+            errors[path or source] = (
+                f"{type(e).__name__}: {(str(e) or 'no reason given').splitlines()[0]:.200}"
+            )
         yield batch
 
 
 def text_hash(text):
     """64 bits that stand for a document: they decide what is held out, and find exact copies."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little"
+    )
 
 
 def is_candidate(h):
@@ -221,17 +247,34 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
     from tqdm import tqdm
 
     entries = map(tokenizer.encoding.decode_single_token_bytes, range(tokenizer.vocab_size))
-    is_end = np.array([i > MASK and any(c in b".!?" for c in entry) for i, entry in enumerate(entries)])
+    is_end = np.array(
+        [i > MASK and any(c in b".!?" for c in entry) for i, entry in enumerate(entries)]
+    )
     outcomes = ("read", "held_out", "held_out_copies", "duplicates", "filtered", "empty", "kept")
-    sizes = ("tokens", "characters", "val_tokens", "val_characters", "tokens_read", "characters_read")
+    sizes = (
+        "tokens",
+        "characters",
+        "val_tokens",
+        "val_characters",
+        "tokens_read",
+        "characters_read",
+    )
     count = dict.fromkeys(outcomes + sizes, 0)
     rng = np.random.default_rng(0)
     held_out, seen, val, train, pending = set(), SeenHashes(), [], [], 0
-    bar = tqdm(total=total_bytes or None, unit="B", unit_scale=True, desc="tokenizing", disable=None)
+    bar = tqdm(
+        total=total_bytes or None, unit="B", unit_scale=True, desc="tokenizing", disable=None
+    )
     for batch in encode_all(documents(paths, errors), tokenizer, threads or os.cpu_count()):
-        fresh = seen.add(np.array([h for h, _, _ in batch], dtype=np.uint64)) if dedup else [True] * len(batch)
+        fresh = (
+            seen.add(np.array([h for h, _, _ in batch], dtype=np.uint64))
+            if dedup
+            else [True] * len(batch)
+        )
         for (h, characters, ids), new in zip(batch, fresh, strict=True):
-            if (max_docs and count["read"] >= max_docs) or (max_tokens and count["tokens_read"] >= max_tokens):
+            if (max_docs and count["read"] >= max_docs) or (
+                max_tokens and count["tokens_read"] >= max_tokens
+            ):
                 break
             count["read"] += 1
             count["tokens_read"] += len(ids)
@@ -262,24 +305,32 @@ def write_rows(tokenizer, paths, total_bytes, folder, errors):
             train, pending = [rest], len(rest)
         bar.set_postfix_str(f"{count['tokens'] / 1e6:.1f}M tokens", refresh=False)
         bar.update(sum(characters for _, characters, _ in batch))
-        if (max_docs and count["read"] >= max_docs) or (max_tokens and count["tokens_read"] >= max_tokens):
+        if (max_docs and count["read"] >= max_docs) or (
+            max_tokens and count["tokens_read"] >= max_tokens
+        ):
             break
     bar.close()
     rows, rest = pack(np.concatenate([*train, np.zeros(0, np.uint16)]), seq_len)
     spread(rows, folder, rng, is_end)
     gather(folder, rng)
     val_rows, _ = pack(np.concatenate([*val, np.zeros(0, np.uint16)]), seq_len)
-    rng_val = np.random.default_rng(0)  # its own, so that val.bin depends on nothing but the held-out documents
+    rng_val = np.random.default_rng(
+        0
+    )  # its own, so that val.bin depends on nothing but the held-out documents
     val_rows[rng_val.permutation(len(val_rows))].tofile(folder / "val.bin")
     count["rows"] = (folder / "train.bin").stat().st_size // (2 * seq_len)
     count["val_rows"] = len(val_rows)
     count["left_over"] = len(rest)
     count["kept_share"] = count["kept"] / max(1, count["kept"] + count["filtered"])
     if not count["rows"]:
-        sys.exit(f"{count['tokens']} tokens are fewer than one row of {seq_len}: give more text, or --filter_ratio=0")
+        sys.exit(
+            f"{count['tokens']} tokens are fewer than one row of {seq_len}: give more text, or --filter_ratio=0"
+        )
     if not count["val_rows"]:
-        sys.exit(f"less than a row of {count['read']} documents was held out: type --val_share="
-                 f"{min(0.5, 10 * val_share):g}, or give more; blank lines divide a text file into documents")
+        sys.exit(
+            f"less than a row of {count['read']} documents was held out: type --val_share="
+            f"{min(0.5, 10 * val_share):g}, or give more; blank lines divide a text file into documents"
+        )
     return count
 
 
@@ -294,12 +345,18 @@ def claim(goal, wanted):
         if have == wanted:
             print(f"{goal} is finished already, with these very settings: nothing to do")
             sys.exit(0)
-        other = ", ".join(f"{k} {have.get(k)!r:.40} -> {v!r:.40}" for k, v in wanted.items() if have.get(k) != v)
-        sys.exit(f"{goal} holds a data set with other settings ({other}): delete it or choose another --data_dir")
+        other = ", ".join(
+            f"{k} {have.get(k)!r:.40} -> {v!r:.40}" for k, v in wanted.items() if have.get(k) != v
+        )
+        sys.exit(
+            f"{goal} holds a data set with other settings ({other}): delete it or choose another --data_dir"
+        )
     if goal.exists() and (not goal.is_dir() or any(goal.iterdir())):
         sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
     if goal.is_symlink() or os.path.ismount(goal):
-        sys.exit(f"{goal} is a link or a mount point, which nothing can replace: name a folder in it as --data_dir")
+        sys.exit(
+            f"{goal} is a link or a mount point, which nothing can replace: name a folder in it as --data_dir"
+        )
     partial = Path(f"{goal.absolute()}.partial")
     if partial.exists():
         left = list(partial.iterdir())
@@ -314,16 +371,23 @@ def claim(goal, wanted):
 def raw_size(path):
     """Bytes of text in a local file, about: a parquet's footer or the trailer of a gzip (modulo 4 GiB) says it."""
     size = os.path.getsize(path)
-    with contextlib.suppress(Exception), open(path, "rb") as f:  # one that cannot be read is told of later
+    with (
+        contextlib.suppress(Exception),
+        open(path, "rb") as f,
+    ):  # one that cannot be read is told of later
         if file_kind(path) == "parquet":
             from pyarrow.parquet import read_metadata
 
             groups = map((footer := read_metadata(f)).row_group, range(footer.num_row_groups))
             columns = (group.column(i) for group in groups for i in range(footer.num_columns))
-            return sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_column)
+            return sum(
+                c.total_uncompressed_size for c in columns if c.path_in_schema == text_column
+            )
         if f.read(2) == b"\x1f\x8b" and size > 18:
             f.seek(-4, os.SEEK_END)
-            return max(size, int.from_bytes(f.read(4), "little"))  # of several members, it is the last one's
+            return max(
+                size, int.from_bytes(f.read(4), "little")
+            )  # of several members, it is the last one's
     return size
 
 
@@ -335,33 +399,61 @@ def estimate(texts, tokenizer, total_bytes, folder):
     rate = n / (time.perf_counter() - start) * (threads or os.cpu_count())
     tokens = min(max_tokens or math.inf, total_bytes * n / size if total_bytes else math.inf)
     if tokens == math.inf:
-        return print(f"the stream has no known end; every 1,000M tokens take 2 GB of disk and {1e9 / rate:,.0f} s")
+        return print(
+            f"the stream has no known end; every 1,000M tokens take 2 GB of disk and {1e9 / rate:,.0f} s"
+        )
     seconds, megabytes, free = tokens / rate, tokens * 2 / 1e6, shutil.disk_usage(folder).free
-    warning = f"; WARNING: only {free / 1e6:,.0f} MB are free there" if free < 1e6 * megabytes else ""
-    print(f"about {tokens / 1e6:,.1f}M tokens: {megabytes:,.0f} MB of disk and {seconds:,.0f} s{warning}")
+    warning = (
+        f"; WARNING: only {free / 1e6:,.0f} MB are free there" if free < 1e6 * megabytes else ""
+    )
+    print(
+        f"about {tokens / 1e6:,.1f}M tokens: {megabytes:,.0f} MB of disk and {seconds:,.0f} s{warning}"
+    )
 
 
 def main():
     start = time.perf_counter()
-    require(globals(), {
-        "vocab_size": (261, 65536), "vocab_sample_mb": (1, 4000), "seq_len": (8, 65536), "filter_ratio": (0, 10),
-        "val_share": (1e-9, 0.5), "val_tokens": (seq_len, 10**8), "threads": (0, 4096), "max_docs": (0, 2**62),
-        "max_tokens": (0, 2**62), "normalisation": ("ascii", "plain"), "order": ("shuffle", "curriculum"),
-    })  # fmt: skip
+    require(
+        globals(),
+        {
+            "vocab_size": (261, 65536),
+            "vocab_sample_mb": (1, 4000),
+            "seq_len": (8, 65536),
+            "filter_ratio": (0, 10),
+            "val_share": (1e-9, 0.5),
+            "val_tokens": (seq_len, 10**8),
+            "threads": (0, 4096),
+            "max_docs": (0, 2**62),
+            "max_tokens": (0, 2**62),
+            "normalisation": ("ascii", "plain"),
+            "order": ("shuffle", "curriculum"),
+        },
+    )
     files = source_files(source)
     goal = Path(data_dir)
-    wanted = {name: globals()[name] for name in settings(__file__) if name not in ("data_dir", "threads")}
-    wanted["files"] = [[f, os.path.getsize(f)] for f in files]  # two data sets with equal settings and files are equal
+    wanted = {
+        name: globals()[name] for name in settings(__file__) if name not in ("data_dir", "threads")
+    }
+    wanted["files"] = [
+        [f, os.path.getsize(f)] for f in files
+    ]  # two data sets with equal settings and files are equal
     lock = Lock(beside(goal))
     partial = claim(goal, wanted)
     paths, errors = files or [""], {}
-    print(f"training a vocabulary of {vocab_size} entries on up to {vocab_sample_mb} MB of {source}", flush=True)
+    print(
+        f"training a vocabulary of {vocab_size} entries on up to {vocab_sample_mb} MB of {source}",
+        flush=True,
+    )
     batches = documents(paths, errors, limit=vocab_sample_mb * 10**6 // len(paths))
     first = next((batch for batch in batches if batch), None)
     if not first:
-        sys.exit(f"no text in {source}" + "".join(f"; {path}: {why}" for path, why in errors.items()))
+        sys.exit(
+            f"no text in {source}" + "".join(f"; {path}: {why}" for path, why in errors.items())
+        )
     texts = itertools.chain(first, itertools.chain.from_iterable(batches))
-    train_tokenizer((t for t in texts if not is_candidate(text_hash(t))), vocab_size, normalisation, partial)
+    train_tokenizer(
+        (t for t in texts if not is_candidate(text_hash(t))), vocab_size, normalisation, partial
+    )
     tokenizer = Tokenizer(partial / "tokenizer.json")
     vocab_seconds = time.perf_counter() - start
     total_bytes = sum(map(raw_size, files))
@@ -371,8 +463,15 @@ def main():
     errors.clear()  # files that could not be read will be met again
     count = write_rows(tokenizer, paths, total_bytes, partial, errors)
 
-    meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16", "settings": wanted, "counts": count,
-            "errors": errors, "sha256": {}}  # fmt: skip
+    meta = {
+        "vocab_size": vocab_size,
+        "seq_len": seq_len,
+        "dtype": "uint16",
+        "settings": wanted,
+        "counts": count,
+        "errors": errors,
+        "sha256": {},
+    }
     for path in sorted(partial.iterdir()):
         with open(path, "r+b") as f:
             meta["sha256"][path.name] = hashlib.file_digest(f, "sha256").hexdigest()
@@ -388,21 +487,38 @@ def main():
 def report(count, errors, goal, vocab_seconds, seconds):
     """The summary: what was read, what was kept and why not, what came out, how fast."""
     rate, share = count["characters_read"] / 1e6 / (seconds - vocab_seconds), count["kept_share"]
-    dropped = ", ".join(f"{count[k]} {k.replace('_', ' ')}" for k in ("duplicates", "empty", "held_out_copies"))
+    dropped = ", ".join(
+        f"{count[k]} {k.replace('_', ' ')}" for k in ("duplicates", "empty", "held_out_copies")
+    )
     print(f"documents   {count['read']} read, {count['held_out']} held out; dropped: {dropped}")
     print(f"filter      {share:.1%} kept: {count['kept']} documents, {count['filtered']} dropped")
-    print(f"tokens      {count['tokens']:,}, {count['characters'] / count['tokens']:.2f} characters each")
-    print(f"rows        {count['rows']:,} to train on, {count['val_rows']:,} held out, of {seq_len} tokens")
-    print(f"time        {vocab_seconds:.1f} s for the vocabulary, {seconds - vocab_seconds:.1f} s at {rate:.1f} MB/s")
+    print(
+        f"tokens      {count['tokens']:,}, {count['characters'] / count['tokens']:.2f} characters each"
+    )
+    print(
+        f"rows        {count['rows']:,} to train on, {count['val_rows']:,} held out, of {seq_len} tokens"
+    )
+    print(
+        f"time        {vocab_seconds:.1f} s for the vocabulary, {seconds - vocab_seconds:.1f} s at {rate:.1f} MB/s"
+    )
     print(f"written     {goal}: {sum(path.stat().st_size for path in goal.iterdir()) / 1e6:.1f} MB")
     if share < 0.8:
-        print("WARNING: less than 80 % were kept: the filter is meant for English and a vocabulary of 32768 entries; "
-              "type a larger --filter_ratio, or 0 for none")  # fmt: skip
+        print(
+            "WARNING: less than 80 % were kept: the filter is meant for English and a vocabulary of 32768 entries; "
+            "type a larger --filter_ratio, or 0 for none"
+        )
     for path, why in errors.items():
         print(f"WARNING: {path} could not be read to its end: {why}")
     if source in errors:  # the only source there was
-        sys.exit(f"the text broke off: {goal} holds what came before; use it, or delete it and run again")
+        sys.exit(
+            f"the text broke off: {goal} holds what came before; use it, or delete it and run again"
+        )
 
 
 if __name__ == "__main__":
-    exits.run(main, data_dir, "nothing finished was written, run again to start over", lambda: "--vocab_sample_mb=10")
+    safety.run(
+        main,
+        data_dir,
+        "nothing finished was written, run again to start over",
+        lambda: "--vocab_sample_mb=10",
+    )

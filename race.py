@@ -22,25 +22,28 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from configurator import configure, require, settings
+from nanocram.configurator import configure, require, settings
 
-data_dir = "data/small"    # what prepare.py wrote; its vocabulary and row length are everybody's
-out_dir = "out/race"       # one folder a run, named after recipe, changes and seed
-budget_hours = 0.1         # wall-clock hours of each run
-seeds = 2                  # runs of each contender
-evals = 20                 # evaluations in each run, besides the last
-eval_rows = 384            # held-out rows in each
-shrink = ""                # LAYERS,WIDTH,BATCH: divide all by these (4,3,64: 16 x 768 at 8,192 rows -> 4 x 256 at 128)
-plot = ""                  # folders of runs, with commas between: compare these and run nothing
+data_dir = "data/small"  # what prepare.py wrote; its vocabulary and row length are everybody's
+out_dir = "out/race"  # one folder a run, named after recipe, changes and seed
+budget_hours = 0.1  # wall-clock hours of each run
+seeds = 2  # runs of each contender
+evals = 20  # evaluations in each run, besides the last
+eval_rows = 384  # held-out rows in each
+shrink = (
+    ""  # LAYERS,WIDTH,BATCH: divide all by these (4,3,64: 16 x 768 at 8,192 rows -> 4 x 256 at 128)
+)
+plot = ""  # folders of runs, with commas between: compare these and run nothing
 
 FLAGS = [arg for arg in sys.argv[1:] if arg.startswith("--")]
-if __name__ == "__main__":  # before the heavy imports, so that --help and a typo are answered at once
+if (
+    __name__ == "__main__"
+):  # before the heavy imports, so that --help and a typo are answered at once
     configure(globals(), FLAGS, also="train.py")
 
-import exits
-import record
 import train
-from disk import write_beside
+from nanocram import record, safety
+from nanocram.safety import write_beside
 
 TRAIN = Path(__file__).with_name("train.py")
 HELD_OUT = "val_loss_15"  # what a race is about
@@ -74,14 +77,21 @@ def shrunken(values, layers, width, batch):
     def rows(name):
         return MICRO_BATCH * max(1, round(values[name] / batch / MICRO_BATCH))
 
-    heads, n_layer = max(1, round(values["n_head"] / width)), max(2, round(values["n_layer"] / layers))
+    heads, n_layer = (
+        max(1, round(values["n_head"] / width)),
+        max(2, round(values["n_layer"] / layers)),
+    )
     return {
-        "n_layer": n_layer, "n_narrow": min(n_layer - 1, round(values["n_narrow"] / layers)),
-        "n_head": heads, "n_embd": heads * values["n_embd"] // values["n_head"],
+        "n_layer": n_layer,
+        "n_narrow": min(n_layer - 1, round(values["n_narrow"] / layers)),
+        "n_head": heads,
+        "n_embd": heads * values["n_embd"] // values["n_head"],
         "n_inner": 64 * max(1, round(values["n_inner"] / width / 64)),
-        "micro_batch": MICRO_BATCH, "batch_size": rows("batch_size"), "batch_start": rows("batch_start"),
+        "micro_batch": MICRO_BATCH,
+        "batch_size": rows("batch_size"),
+        "batch_start": rows("batch_start"),
         "lr": values["lr"] * (1 if values["optimizer"] == "muon" else width),
-    }  # fmt: skip
+    }
 
 
 def resolved(recipe, flags, check):
@@ -90,7 +100,9 @@ def resolved(recipe, flags, check):
     vars(train).update({name: default for name, (default, _) in settings(TRAIN).items()})
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            configure(vars(train), [recipe, *(f"--{name}={value}" for name, value in flags.items())])
+            configure(
+                vars(train), [recipe, *(f"--{name}={value}" for name, value in flags.items())]
+            )
         if check:
             train.check_settings()
         return {name: getattr(train, name) for name in before}
@@ -103,7 +115,9 @@ def wanted(contender, common, seed):
     changes = dict(change.partition("=")[::2] for change in contender.changes)
     everyones = common | {"seed": seed, "out_dir": f"{out_dir}/{contender.name}-{seed}"}
     if same := changes.keys() & {*everyones, "init"}:
-        sys.exit(f"{contender.name}: {same.pop()} is one for all contenders, set by race.py or its command line")
+        sys.exit(
+            f"{contender.name}: {same.pop()} is one for all contenders, set by race.py or its command line"
+        )
     try:
         if shrink:
             values = resolved(contender.recipe, changes, check=False)
@@ -119,7 +133,11 @@ def is_done(folder, values, data):
         facts = json.loads((folder / "run.json").read_text())
     except (OSError, ValueError):
         return False
-    return folder.with_name(folder.name + ".txt").exists() and facts.get("data") == data and facts["settings"] == values
+    return (
+        folder.with_name(folder.name + ".txt").exists()
+        and facts.get("data") == data
+        and facts["settings"] == values
+    )
 
 
 def run(contender, flags, values, data):
@@ -131,10 +149,18 @@ def run(contender, flags, values, data):
     folder.parent.mkdir(parents=True, exist_ok=True)
     printed = folder.with_name(folder.name + ".txt")  # there, and so named, once the run is over
     printed.unlink(missing_ok=True)
-    command = [sys.executable, str(TRAIN), contender.recipe, *(f"--{name}={value}" for name, value in flags.items())]
+    command = [
+        sys.executable,
+        str(TRAIN),
+        contender.recipe,
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
     running = folder.with_name(folder.name + ".running.txt")
     # an empty cache each, or only the first run of a graph would pay for compiling it
-    with open(running, "w", encoding="utf-8") as f, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+    with (
+        open(running, "w", encoding="utf-8") as f,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache,
+    ):
         env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
         failed = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env).returncode
     last = (running.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
@@ -149,7 +175,11 @@ def time_to(rows, loss):
     before = None
     for time, value in ((row["elapsed_s"], row[HELD_OUT]) for row in rows if HELD_OUT in row):
         if value <= loss:
-            return time if before is None else before[0] + (time - before[0]) * (before[1] - loss) / (before[1] - value)
+            return (
+                time
+                if before is None
+                else before[0] + (time - before[0]) * (before[1] - loss) / (before[1] - value)
+            )
         before = (time, value)
     return None
 
@@ -163,19 +193,27 @@ def times_faster(rows, others):
 
 def table(contenders):
     """Lines of markdown: medians over seeds, the range of the losses, and the time to a loss beside the first one."""
-    lines = ["| recipe | parameters | MFLOP/token | tokens/s | steps | tokens | held-out loss at 15 % | at 25 % | "
-             "sooner at a loss than the first by |", "| --- |" + " ---: |" * 8]  # fmt: skip
+    lines = [
+        "| recipe | parameters | MFLOP/token | tokens/s | steps | tokens | held-out loss at 15 % | at 25 % | "
+        "sooner at a loss than the first by |",
+        "| --- |" + " ---: |" * 8,
+    ]
     for c in contenders:
         last = [rows[-1] for _, rows in c.runs]
         losses = sorted(row[HELD_OUT] for row in last)
-        typical = {name: statistics.median(row[name] for row in last) for name in ("tokens", "step", "val_loss_25")}
+        typical = {
+            name: statistics.median(row[name] for row in last)
+            for name in ("tokens", "step", "val_loss_25")
+        }
         speed = statistics.median(row["tokens"] / row["elapsed_s"] for row in last)
         pairs = zip(c.runs, contenders[0].runs, strict=False)
         ratio = statistics.median(times_faster(a[1], b[1]) for a, b in pairs)
         size, work = c.runs[0][0]["parameters"] / 1e6, c.runs[0][0]["flops_per_token"] / 1e6
-        lines.append(f"| {c.name} | {size:.1f}M | {work:,.1f} | {speed:,.0f} | {typical['step']:,.0f} | "
-                     f"{typical['tokens'] / 1e6:.1f}M | {statistics.median(losses):.3f} ({losses[0]:.3f} to "
-                     f"{losses[-1]:.3f}) | {typical['val_loss_25']:.3f} | {ratio:.2f} |")  # fmt: skip
+        lines.append(
+            f"| {c.name} | {size:.1f}M | {work:,.1f} | {speed:,.0f} | {typical['step']:,.0f} | "
+            f"{typical['tokens'] / 1e6:.1f}M | {statistics.median(losses):.3f} ({losses[0]:.3f} to "
+            f"{losses[-1]:.3f}) | {typical['val_loss_25']:.3f} | {ratio:.2f} |"
+        )
     return lines
 
 
@@ -184,10 +222,17 @@ def write_csv(contenders, path):
     with open(path, "w", newline="", encoding="utf-8") as f:
         writer = csv.writer(f, lineterminator="\n")
         names = ("val_loss_15", "val_loss_25", "step", "tokens", "elapsed_s")
-        writer.writerow(["date", "device", "threads", "commit", "recipe", "seed", "budget_hours", *names])
+        writer.writerow(
+            ["date", "device", "threads", "commit", "recipe", "seed", "budget_hours", *names]
+        )
         for c in contenders:
             for facts, rows in c.runs:
-                made = [facts.get("date", ""), facts["device"], facts["threads"], facts["commit"][:7]]
+                made = [
+                    facts.get("date", ""),
+                    facts["device"],
+                    facts["threads"],
+                    facts["commit"][:7],
+                ]
                 asked = [facts["settings"][name] for name in ("seed", "budget_hours")]
                 writer.writerow([*made, c.name, *asked, *(rows[-1][n] for n in names)])
 
@@ -198,7 +243,9 @@ def load_run(folder):
         facts, rows = json.loads((Path(folder) / "run.json").read_text()), record.read_log(folder)
         rows[-1][HELD_OUT], facts["parameters"]
     except (OSError, ValueError, LookupError):
-        sys.exit(f"{folder} holds no finished run of train.py: name one, or several with commas between")
+        sys.exit(
+            f"{folder} holds no finished run of train.py: name one, or several with commas between"
+        )
     return facts, rows
 
 
@@ -211,26 +258,49 @@ def drawn(folders):
         recipe = str(facts["settings"] | {"seed": 0, "out_dir": name})
         found.setdefault(recipe, Contender(name, folder, [])).runs.append((facts, rows))
     names = [c.name for c in found.values()]
-    return [c if names.count(c.name) == 1 else Contender(c.recipe, c.recipe, [], c.runs) for c in found.values()]
+    return [
+        c if names.count(c.name) == 1 else Contender(c.recipe, c.recipe, [], c.runs)
+        for c in found.values()
+    ]
 
 
 def race(contenders):
     """Run all contenders on data_dir, in turns."""
-    require(globals(), {"seeds": (1, 1000), "budget_hours": (1e-6, 1e6), "evals": (1, 10**6), "eval_rows": (1, 10**8)})
+    require(
+        globals(),
+        {
+            "seeds": (1, 1000),
+            "budget_hours": (1e-6, 1e6),
+            "evals": (1, 10**6),
+            "eval_rows": (1, 10**8),
+        },
+    )
     if not contenders or len({c.name for c in contenders}) < len(contenders):
-        sys.exit("name at least one recipe, each of them once: python race.py config/small.py config/crammed.py")
+        sys.exit(
+            "name at least one recipe, each of them once: python race.py config/small.py config/crammed.py"
+        )
     if shrink and not re.fullmatch(r"[1-9][\d.]*(,[1-9][\d.]*){2}", shrink):
-        sys.exit(f"shrink={shrink} should be three numbers, like 4,3,64: by what to divide layers, width and batch")
+        sys.exit(
+            f"shrink={shrink} should be three numbers, like 4,3,64: by what to divide layers, width and batch"
+        )
     try:
         meta = json.loads((Path(data_dir) / "meta.json").read_text())
         data = meta["sha256"]["train.bin"]
-        common = {"data_dir": data_dir, "vocab_size": meta["vocab_size"], "seq_len": meta["seq_len"]}
+        common = {
+            "data_dir": data_dir,
+            "vocab_size": meta["vocab_size"],
+            "seq_len": meta["seq_len"],
+        }
     except (OSError, ValueError, LookupError):
         sys.exit(f"{data_dir} holds no data: run python prepare.py --data_dir={data_dir} first")
     common |= {"budget_hours": budget_hours, "evals": evals, "eval_rows": eval_rows}
-    common |= {k: v for k, v in (flag[2:].split("=", 1) for flag in FLAGS) if k not in settings(__file__)}
+    common |= {
+        k: v for k, v in (flag[2:].split("=", 1) for flag in FLAGS) if k not in settings(__file__)
+    }
     if taken := {"seed", "init"} & common.keys():
-        sys.exit(f"{taken.pop()} is for race.py to set: leave it out (--seeds=3 runs seeds 0, 1 and 2)")
+        sys.exit(
+            f"{taken.pop()} is for race.py to set: leave it out (--seeds=3 runs seeds 0, 1 and 2)"
+        )
     planned = [(c, *wanted(c, common, seed)) for seed in range(seeds) for c in contenders]
     for c, flags, values in planned:
         run(c, flags, values, data)
@@ -240,7 +310,9 @@ def race(contenders):
 def main():
     folder = Path(out_dir)
     if (folder / "race.md").exists() and not (folder / "race.csv").exists():
-        sys.exit(f"{folder}/race.md is there without a race.csv: it is not ours, choose another --out_dir")
+        sys.exit(
+            f"{folder}/race.md is there without a race.csv: it is not ours, choose another --out_dir"
+        )
     if plot:
         contenders = drawn(plot.split(","))
     else:
@@ -250,10 +322,14 @@ def main():
     lines = table(contenders)
     print("", *lines, "", sep="\n")
     write_beside(folder / "race.csv", lambda path: write_csv(contenders, path))
-    write_beside(folder / "race.md", lambda path: path.write_text("\n".join(lines) + "\n", encoding="utf-8"))
-    record.overlay({c.name: [rows for _, rows in c.runs] for c in contenders}, HELD_OUT, folder / "race.png")
+    write_beside(
+        folder / "race.md", lambda path: path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    )
+    record.overlay(
+        {c.name: [rows for _, rows in c.runs] for c in contenders}, HELD_OUT, folder / "race.png"
+    )
     print(f"{folder}: race.md (this table), race.csv (every run), race.png")
 
 
 if __name__ == "__main__":
-    exits.run(main, out_dir, "the same command does the runs that are missing")
+    safety.run(main, out_dir, "the same command does the runs that are missing")

@@ -14,23 +14,40 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nor a GPU: where there is one, they run on the CPU beside it
-if "PYTEST_XDIST_WORKER" in os.environ:  # busy threads of one process beside those of another are 30 times as slow
+os.environ["CUDA_VISIBLE_DEVICES"] = (
+    ""  # nor a GPU: where there is one, they run on the CPU beside it
+)
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # busy threads of one process beside those of another are 30 times as slow
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
 SMALL_MODEL = {
-    "vocab_size": 600, "n_layer": 2, "n_head": 2, "n_embd": 32, "n_inner": 48, "micro_batch": 8, "batch_size": 16,
-    "batch_start": 8, "eval_rows": 24, "evals": 2, "compile": False, "dtype": "float32", "log_every": 2,
+    "vocab_size": 600,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 32,
+    "n_inner": 48,
+    "micro_batch": 8,
+    "batch_size": 16,
+    "batch_start": 8,
+    "eval_rows": 24,
+    "evals": 2,
+    "compile": False,
+    "dtype": "float32",
+    "log_every": 2,
     "samples": "once upon a [MASK].",
-}  # fmt: skip
+}
 
 
 def script(name, *args, cwd=ROOT, **settings):
     """Run a script of ours as a user would; the finished process, with stdout and stderr together as .stdout."""
     flags = [f"--{k}={v}" for k, v in settings.items()]
     command = [sys.executable, str(ROOT / name), *map(str, args), *flags]
-    return subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
 
 
 def last_line(process):
@@ -66,7 +83,9 @@ def train(monkeypatch, data_dir, tmp_path):
     """The train module with the settings of a small run; set others with monkeypatch.setattr."""
     import train
 
-    for name, value in (SMALL_MODEL | {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}).items():
+    for name, value in (
+        SMALL_MODEL | {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
+    ).items():
         assert hasattr(train, name)
         monkeypatch.setattr(train, name, value)
     return train
@@ -77,20 +96,30 @@ WIDE = "index promptID pairID genre sentence1_binary_parse sentence2_binary_pars
 HEADERS = {
     "CoLA": (None, None, "index sentence"),
     "SST-2": ("sentence label", "sentence label", "index sentence"),
-    "MRPC": ("Quality|#1 ID|#2 ID|#1 String|#2 String",) * 2 + ("index|#1 ID|#2 ID|#1 String|#2 String",),
+    "MRPC": ("Quality|#1 ID|#2 ID|#1 String|#2 String",) * 2
+    + ("index|#1 ID|#2 ID|#1 String|#2 String",),
     "STS-B": ("index genre filename year old_index source1 source2 sentence1 sentence2 score",) * 2
     + ("index genre filename year old_index source1 source2 sentence1 sentence2",),
     "QQP": ("id qid1 qid2 question1 question2 is_duplicate",) * 2 + ("id question1 question2",),
-    "MNLI": (WIDE + "sentence1 sentence2 label1 gold_label",
-             WIDE + "sentence1 sentence2 label1 label2 label3 label4 label5 gold_label", WIDE + "sentence1 sentence2"),
+    "MNLI": (
+        WIDE + "sentence1 sentence2 label1 gold_label",
+        WIDE + "sentence1 sentence2 label1 label2 label3 label4 label5 gold_label",
+        WIDE + "sentence1 sentence2",
+    ),
     "QNLI": ("index question sentence label",) * 2 + ("index question sentence",),
     "RTE": ("index sentence1 sentence2 label",) * 2 + ("index sentence1 sentence2",),
     "WNLI": ("index sentence1 sentence2 label",) * 2 + ("index sentence1 sentence2",),
-}  # fmt: skip
-TEXT = ("sentence", "#1 String", "sentence1", "question1", "question"), ("#2 String", "sentence2", "question2")
+}
+TEXT = (
+    ("sentence", "#1 String", "sentence1", "question1", "question"),
+    ("#2 String", "sentence2", "question2"),
+)
 LABEL = ("label", "Quality", "score", "is_duplicate", "gold_label")
-NAMES = {"QNLI": ("entailment", "not_entailment"), "RTE": ("entailment", "not_entailment"),
-         "MNLI": ("entailment", "neutral", "contradiction")}  # fmt: skip
+NAMES = {
+    "QNLI": ("entailment", "not_entailment"),
+    "RTE": ("entailment", "not_entailment"),
+    "MNLI": ("entailment", "neutral", "contradiction"),
+}
 
 
 def write_glue(folder, sentences, train=40, dev=12, test=7):
@@ -99,24 +128,42 @@ def write_glue(folder, sentences, train=40, dev=12, test=7):
     for task, headers in HEADERS.items():
         suffixes = ("_matched", "_mismatched") if task == "MNLI" else ("",)
         splits = [("train", headers[0], train), *((f"dev{s}", headers[1], dev) for s in suffixes)]
-        for at, (split, header, n) in enumerate([*splits, *((f"test{s}", headers[2], test) for s in suffixes)]):
-            bare, columns = header is None, (header or "source label mark sentence").replace(" ", "|").split("|")
+        for at, (split, header, n) in enumerate(
+            [*splits, *((f"test{s}", headers[2], test) for s in suffixes)]
+        ):
+            bare, columns = (
+                header is None,
+                (header or "source label mark sentence").replace(" ", "|").split("|"),
+            )
             columns = header.split("|") if header and "|" in header else columns
             lines, written[task, split] = [] if bare else ["\t".join(columns)], []
             for i in range(n):
-                a, b = sentences[(7 * i + at) % len(sentences)], sentences[(3 * i + at) % len(sentences)]
+                a, b = (
+                    sentences[(7 * i + at) % len(sentences)],
+                    sentences[(3 * i + at) % len(sentences)],
+                )
                 names = NAMES.get(task, ("0", "1"))
                 label = f"{len(a) / 40:.3f}" if task == "STS-B" else names[len(a) % len(names)]
-                first, second = (TEXT[0], TEXT[1]) if task != "QNLI" else (("question",), ("sentence",))
-                cells = {c: a if c in first else b if c in second else label if c in LABEL else "x" for c in columns}
+                first, second = (
+                    (TEXT[0], TEXT[1]) if task != "QNLI" else (("question",), ("sentence",))
+                )
+                cells = {
+                    c: a if c in first else b if c in second else label if c in LABEL else "x"
+                    for c in columns
+                }
                 lines.append("\t".join(cells.values()))
                 texts = (a,) if task in ("CoLA", "SST-2") else (a, b)
                 written[task, split].append((texts, label if set(LABEL) & {*columns} else None))
             (folder / task).mkdir(parents=True, exist_ok=True)
             start = "\ufeff" if task == "MRPC" and split != "test" else ""
-            (folder / task / f"{split}.tsv").write_text(start + "\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+            (folder / task / f"{split}.tsv").write_text(
+                start + "\n".join(lines) + "\n", encoding="utf-8", newline="\n"
+            )
     (folder / "AX").mkdir()
-    lines = ["index\tsentence1\tsentence2", *(f"{i}\t{s}\t{s}" for i, s in enumerate(sentences[:test]))]
+    lines = [
+        "index\tsentence1\tsentence2",
+        *(f"{i}\t{s}\t{s}" for i, s in enumerate(sentences[:test])),
+    ]
     (folder / "AX/diagnostic.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return written
 
@@ -137,13 +184,18 @@ def glue_files(tmp_path_factory, sentences):
 
 # gluebenchmark.com: rows of each file, and the labels that may stand in it.
 LEADERBOARD = {
-    "CoLA.tsv": (1063, {"0", "1"}), "SST-2.tsv": (1821, {"0", "1"}), "MRPC.tsv": (1725, {"0", "1"}),
-    "STS-B.tsv": (1379, None), "QQP.tsv": (390965, {"0", "1"}),
+    "CoLA.tsv": (1063, {"0", "1"}),
+    "SST-2.tsv": (1821, {"0", "1"}),
+    "MRPC.tsv": (1725, {"0", "1"}),
+    "STS-B.tsv": (1379, None),
+    "QQP.tsv": (390965, {"0", "1"}),
     "MNLI-m.tsv": (9796, {"entailment", "neutral", "contradiction"}),
     "MNLI-mm.tsv": (9847, {"entailment", "neutral", "contradiction"}),
-    "QNLI.tsv": (5463, {"entailment", "not_entailment"}), "RTE.tsv": (3000, {"entailment", "not_entailment"}),
-    "WNLI.tsv": (146, {"0", "1"}), "AX.tsv": (1104, {"entailment", "neutral", "contradiction"}),
-}  # fmt: skip
+    "QNLI.tsv": (5463, {"entailment", "not_entailment"}),
+    "RTE.tsv": (3000, {"entailment", "not_entailment"}),
+    "WNLI.tsv": (146, {"0", "1"}),
+    "AX.tsv": (1104, {"entailment", "neutral", "contradiction"}),
+}
 
 
 def check_submission(path, counts):

@@ -9,7 +9,7 @@ from conftest import ROOT, last_line, script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configurator import assignments, configure, settings
+from nanocram.configurator import assignments, configure, settings
 
 EXAMPLE = '''"""What it does.
 
@@ -56,19 +56,30 @@ def test_flags_in_both_forms_and_what_was_changed_is_printed(example, capsys):
 
 def test_the_settings_of_another_script_too(example, tmp_path, capsys):
     """also= returns them, defaults as well; a setting that both have is the script's own; --help shows both."""
-    (tmp_path / "prepare.py").write_text('"""Other."""\nsource = "a"  # where from\nrate = 0.25\nparts = 2\n')
+    (tmp_path / "prepare.py").write_text(
+        '"""Other."""\nsource = "a"  # where from\nrate = 0.25\nparts = 2\n'
+    )
     others = configure(example, ["--source=b", "--count=4"], also="prepare.py")
     assert others == {"source": "b", "parts": 2} and "source" not in example
     assert (example["count"], example["rate"]) == (4, 0.5) and configure(example, []) == {}
     printed = capsys.readouterr().out
-    assert "source = 'b'  (default 'a')" in printed and "count = 4" in printed and "parts" not in printed
+    assert (
+        "source = 'b'  (default 'a')" in printed
+        and "count = 4" in printed
+        and "parts" not in printed
+    )
     with pytest.raises(SystemExit, match=r"train.py has no setting sourc; did you mean source\?"):
         configure(example, ["--sourc=c"], also="prepare.py")
     capsys.readouterr()
     with pytest.raises(SystemExit) as e:
         configure(example, ["--help"], also="prepare.py")
     printed = capsys.readouterr().out
-    assert e.value.code == 0 and "# an int" in printed and "# where from" in printed and "LIMIT" not in printed
+    assert (
+        e.value.code == 0
+        and "# an int" in printed
+        and "# where from" in printed
+        and "LIMIT" not in printed
+    )
 
 
 def test_recipe_then_flag_last_wins_and_keys_of_another_script_pass(example, tmp_path):
@@ -78,8 +89,19 @@ def test_recipe_then_flag_last_wins_and_keys_of_another_script_pass(example, tmp
     assert example["count"] == 6 and example["rate"] == 1.0 and "source" not in example
 
 
-@pytest.mark.parametrize("flag", ["--count=1.5", "--count=x", "--flag=1", "--rate=True", "--rate=1e999", "--rate=[1]",
-                                  "--count=__import__('os')", "--flag=yes"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--count=1.5",
+        "--count=x",
+        "--flag=1",
+        "--rate=True",
+        "--rate=1e999",
+        "--rate=[1]",
+        "--count=__import__('os')",
+        "--flag=yes",
+    ],
+)
 def test_wrong_type_is_one_line(example, flag):
     assert "should be of type" in message(example, flag)
 
@@ -87,7 +109,12 @@ def test_wrong_type_is_one_line(example, flag):
 def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text('data_dir = "data"\nsamples = ""\n')
     monkeypatch.setenv("HOME", "/home/me")
-    space = {"__file__": str(tmp_path / "script.py"), "__doc__": "Doc.", "data_dir": "data", "samples": ""}
+    space = {
+        "__file__": str(tmp_path / "script.py"),
+        "__doc__": "Doc.",
+        "data_dir": "data",
+        "samples": "",
+    }
     configure(space, ["--data_dir=~/x", "--samples=a ~ b"])
     assert (space["data_dir"], space["samples"]) == ("/home/me/x", "a ~ b")
     configure(space | {"data_dir": "~/edited"}, [])
@@ -100,9 +127,21 @@ def test_typo_names_the_nearest(example):
     assert "no value" in message(example, "--count")
 
 
-@pytest.mark.parametrize("line", ["import os", "count = 1 + 1", "count: int = 3", "x, y = 1, 2", "print(1)",
-                                  "if 1: pass", "f'{print(1)}'", "count = rate = 1",
-                                  "a.b = 1", "count += 1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import os",
+        "count = 1 + 1",
+        "count: int = 3",
+        "x, y = 1, 2",
+        "print(1)",
+        "if 1: pass",
+        "f'{print(1)}'",
+        "count = rate = 1",
+        "a.b = 1",
+        "count += 1",
+    ],
+)
 def test_recipes_are_never_run(example, tmp_path, line):
     recipe = tmp_path / "r.py"
     recipe.write_text(f"{line}\n")

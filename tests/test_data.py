@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import IGNORE, Rows, draw_masks, held_out, load_meta
-from tokenizer import CLS, MASK
+from nanocram.data import IGNORE, Rows, draw_masks, held_out, load_meta
+from nanocram.tokenizer import CLS, MASK
 
 
 def some_rows(n, T, vocab=1000):
@@ -33,7 +33,11 @@ def test_masks_are_what_they_claim(B, T, data):
         assert len(masked) == n
         for t in range(T):
             assert ids[b, t] == (MASK if t in masked else rows[b, t])
-        assert all(rows[b, p] == label for p, label in zip(chosen, labels[b], strict=True) if label != IGNORE)
+        assert all(
+            rows[b, p] == label
+            for p, label in zip(chosen, labels[b], strict=True)
+            if label != IGNORE
+        )
 
 
 def test_masked_positions_are_uniform():
@@ -90,7 +94,10 @@ def test_rows_wrap_and_stay_in_order(tmp_path):
     array = np.arange(5 * 8, dtype=np.uint16).reshape(5, 8)
     array.tofile(tmp_path / "x.bin")
     rows = Rows(tmp_path / "x.bin", 5, 8, 40)
-    assert torch.equal(rows.read(3, 12), torch.from_numpy(array[[3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]].astype(np.int64)))
+    assert torch.equal(
+        rows.read(3, 12),
+        torch.from_numpy(array[[3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]].astype(np.int64)),
+    )
 
 
 def test_a_file_that_shrinks_or_changes_is_one_line(tmp_path, monkeypatch, capsys):
@@ -139,7 +146,9 @@ def test_other_data_slips_are_one_line(data_dir, tmp_path):
     with pytest.raises(SystemExit, match="type --vocab_size=600"):
         load_meta(data_dir, vocab_size=32768)
     folder = copy(data_dir, tmp_path)
-    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text().replace("Prepend", "prepend"))
+    (folder / "tokenizer.json").write_text(
+        (folder / "tokenizer.json").read_text().replace("Prepend", "prepend")
+    )
     with pytest.raises(SystemExit, match=r"tokenizer.json is missing or not the one"):
         load_meta(folder)
     (folder / "val.bin").unlink()

@@ -17,11 +17,12 @@ import yaml
 from conftest import ROOT, SMALL_MODEL, last_line, script
 from safetensors.torch import load_file
 
-import card
-from data import fill_masks
-from folder import load
-from record import COLUMNS, add_glue_runs, read_log
-from tokenizer import Tokenizer
+from nanocram import record
+from nanocram.data import fill_masks
+from nanocram.glue import add_runs
+from nanocram.model_folder import load
+from nanocram.record import COLUMNS, read_log
+from nanocram.tokenizer import Tokenizer
 
 
 def run_train(out, data, **settings):
@@ -39,7 +40,9 @@ def finished(tmp_path_factory, data_dir):
 
 def test_a_run_leaves_what_it_promises(finished, data_dir):
     out, printed = finished
-    names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json tokenizer.json"
+    names = (
+        "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json tokenizer.json"
+    )
     assert sorted(p.name for p in out.iterdir()) == [*names.split(), "tokenizer_config.json"]
     run = json.loads((out / "run.json").read_text())
     assert run["settings"]["max_steps"] == 60 and run["settings"]["dropout"] == 0.1
@@ -68,24 +71,43 @@ def test_the_model_card(finished, tmp_path):
     path, last = out / "README.md", read_log(out)[-1]
     text = path.read_text()
     front = yaml.safe_load(text.split("---")[1])
-    assert front["library_name"] == "transformers" and front["pipeline_tag"] == "fill-mask" and "license" in front
-    for wanted in (f"{last['val_loss_15']:.3f} nats per token", f"{last['tokens']:,} tokens", "60 steps", "corpus.txt"):
+    assert (
+        front["library_name"] == "transformers"
+        and front["pipeline_tag"] == "fill-mask"
+        and "license" in front
+    )
+    for wanted in (
+        f"{last['val_loss_15']:.3f} nats per token",
+        f"{last['tokens']:,} tokens",
+        "60 steps",
+        "corpus.txt",
+    ):
         assert wanted in text
     assert "GLUE" not in text
-    run = {"task": "rte", "seed": 0, "rows": {"train": 2490, "dev": 277}, "data": "d", "scores": {"accuracy": 51.25},
-           "predictions": {}, "date": "", "device": "", "rows_per_second": 1.0, "padded": 0.0}  # fmt: skip
-    add_glue_runs(out, {"system": "x", "weights": "w", "protocol": {}}, [run])
-    card.write(out)
+    run = {
+        "task": "rte",
+        "seed": 0,
+        "rows": {"train": 2490, "dev": 277},
+        "data": "d",
+        "scores": {"accuracy": 51.25},
+        "predictions": {},
+        "date": "",
+        "device": "",
+        "rows_per_second": 1.0,
+        "padded": 0.0,
+    }
+    add_runs(out, {"system": "x", "weights": "w", "protocol": {}}, [run])
+    record.write_card(out)
     with_glue = path.read_text()
     assert "| 51.2 |" in with_glue and "without CoLA" in with_glue
     path.write_text(with_glue.replace("license: other", "license: mit"))
-    card.write(out)
+    record.write_card(out)
     assert "license: mit" in path.read_text()
     (out / "glue.json").write_text("broken")
-    card.write(out)  # that is for finetune_glue.py to say
+    record.write_card(out)  # that is for finetune_glue.py to say
     path.unlink()
     (out / "log.csv").unlink()
-    card.write(out)
+    record.write_card(out)
     assert not path.exists()
 
 
@@ -93,8 +115,11 @@ def test_the_model_folder_loads_in_transformers(finished):
     out, _ = finished
     model = transformers.AutoModelForMaskedLM.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    batch = tokenizer(["once upon a [MASK].", "the [MASK] of the house was open, and nobody came."],
-                      padding=True, return_tensors="pt")  # fmt: skip
+    batch = tokenizer(
+        ["once upon a [MASK].", "the [MASK] of the house was open, and nobody came."],
+        padding=True,
+        return_tensors="pt",
+    )
     ours = load(out)
     with torch.no_grad():
         logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"])
@@ -104,7 +129,9 @@ def test_the_model_folder_loads_in_transformers(finished):
     for sentence in ("once upon a [MASK].", "[MASK] was very tired", 'she said [MASK], and "no".'):
         words = fill_masks(ours, Tokenizer(out / "tokenizer.json"), sentence)
         assert [w for w, _ in words] == [answer["token_str"].strip() for answer in pipe(sentence)]
-        assert [p for _, p in words] == pytest.approx([answer["score"] for answer in pipe(sentence)], rel=1e-4)
+        assert [p for _, p in words] == pytest.approx(
+            [answer["score"] for answer in pipe(sentence)], rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("length", [20, 128, 512])
@@ -113,16 +140,27 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
     out, _ = finished
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     pairs = [(texts[i][: 40 * i + 60], texts[i + 9][:3000]) for i in range(4)]
-    batch = tokenizer(*zip(*pairs, strict=True), padding=True, truncation=True, max_length=length, return_tensors="pt")
+    batch = tokenizer(
+        *zip(*pairs, strict=True),
+        padding=True,
+        truncation=True,
+        max_length=length,
+        return_tensors="pt",
+    )
     assert batch["input_ids"].shape == (4, length)
     batch["attention_mask"][1, length // 2 :] = 0
     ours, mask = load(out), batch["attention_mask"].bool()
     theirs = transformers.AutoModel.from_pretrained(out)
-    classifier, report = transformers.AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    classifier, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        out, output_loading_info=True
+    )
     assert set(report["missing_keys"]) == {"classifier.weight", "classifier.bias"}
     assert torch.equal(classifier.head.dense.weight, ours.head.dense.weight)
     with torch.no_grad():
-        hidden, expected = ours.model(batch["input_ids"], batch["attention_mask"]), theirs(**batch).last_hidden_state
+        hidden, expected = (
+            ours.model(batch["input_ids"], batch["attention_mask"]),
+            theirs(**batch).last_hidden_state,
+        )
         logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"])
         expected_logits = transformers.AutoModelForMaskedLM.from_pretrained(out)(**batch).logits
     assert (hidden - expected)[mask].abs().max() < 1e-5 * expected.abs().max()
@@ -135,8 +173,13 @@ def test_sentence_transformers_wraps_it(finished):
     texts, out = ["once upon a time there was a king", "no"], finished[0]
     tokenizer, ours = transformers.AutoTokenizer.from_pretrained(out), load(out)
     with torch.no_grad():
-        means = [ours.model(tokenizer(text, return_tensors="pt")["input_ids"])[0].mean(0).numpy() for text in texts]
-    assert np.allclose(st.SentenceTransformer(str(out), device="cpu").encode(texts), means, atol=1e-5)
+        means = [
+            ours.model(tokenizer(text, return_tensors="pt")["input_ids"])[0].mean(0).numpy()
+            for text in texts
+        ]
+    assert np.allclose(
+        st.SentenceTransformer(str(out), device="cpu").encode(texts), means, atol=1e-5
+    )
 
 
 def weights(out):
@@ -150,14 +193,21 @@ def same(a, b):
 def test_a_run_is_a_function_of_its_settings(finished, tmp_path, data_dir):
     assert run_train(tmp_path / "again", data_dir, max_steps=60, dropout=0.1).returncode == 0
     assert same(weights(tmp_path / "again"), weights(finished[0]))
-    assert run_train(tmp_path / "other", data_dir, max_steps=60, dropout=0.1, seed=1).returncode == 0
+    assert (
+        run_train(tmp_path / "other", data_dir, max_steps=60, dropout=0.1, seed=1).returncode == 0
+    )
     assert not same(weights(tmp_path / "other"), weights(finished[0]))
 
 
 def run_until(out, data_dir, signal_number, min_step, **settings):
     """Start a run, send it a signal once log.csv has reached min_step; (exit status, output)."""
-    flags = [f"--{k}={v}" for k, v in (SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | settings).items()]
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags], stdout=subprocess.PIPE, text=True)
+    flags = [
+        f"--{k}={v}"
+        for k, v in (SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | settings).items()
+    ]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *flags], stdout=subprocess.PIPE, text=True
+    )
     while process.poll() is None and not any(row["step"] >= min_step for row in read_log(out)):
         time.sleep(0.001)
     process.send_signal(signal_number)
@@ -170,7 +220,9 @@ def test_a_stopped_and_a_killed_run_resume_bit_for_bit(finished, tmp_path, data_
     out, settings = tmp_path / "out", {"max_steps": 60, "dropout": 0.1}
     status, printed = run_until(out, data_dir, signal.SIGTERM, 8, **settings)
     assert status == 0 and "--init=resume goes on" in printed
-    status, _ = run_until(out, data_dir, signal.SIGKILL, 30, init="resume", checkpoint_minutes=1e-9, **settings)
+    status, _ = run_until(
+        out, data_dir, signal.SIGKILL, 30, init="resume", checkpoint_minutes=1e-9, **settings
+    )
     assert status == -signal.SIGKILL
     done = run_train(out, data_dir, init="resume", **settings)
     assert done.returncode == 0 and "resumed at step" in done.stdout, done.stdout
@@ -184,7 +236,9 @@ def test_a_stopped_and_a_killed_run_resume_bit_for_bit(finished, tmp_path, data_
 def test_a_larger_budget_continues_a_finished_run(finished, tmp_path, data_dir):
     out = shutil.copytree(finished[0], tmp_path / "out")
     done = run_train(out, data_dir, init="resume", max_steps=120, dropout=0.1, evals=4)
-    assert done.returncode == 0 and "max_steps was 60 until now, and is 120 from now on" in done.stdout
+    assert (
+        done.returncode == 0 and "max_steps was 60 until now, and is 120 from now on" in done.stdout
+    )
     rows = read_log(out)
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     assert [row["step"] for row in rows if "val_loss_15" in row] == [0, 30, 60, 90, 120]
@@ -202,12 +256,20 @@ def test_resuming_something_else_is_one_line(finished, tmp_path, data_dir, train
         ({"max_steps": 60}, "used up its budget: type a larger --budget_hours (or --max_steps)"),
     ]
     monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
-    for values, message in [*cases, ({}, "is damaged or no checkpoint"), ({}, "is damaged or no checkpoint")]:
+    for values, message in [
+        *cases,
+        ({}, "is damaged or no checkpoint"),
+        ({}, "is damaged or no checkpoint"),
+    ]:
         if not values:
-            (out / "ckpt.pt").write_bytes((out / "ckpt.pt").read_bytes()[:1000] if len(cases) else b"")
+            (out / "ckpt.pt").write_bytes(
+                (out / "ckpt.pt").read_bytes()[:1000] if len(cases) else b""
+            )
             cases = []
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
-            for name, value in ({"init": "resume", "max_steps": 80, "dropout": 0.1} | values).items():
+            for name, value in (
+                {"init": "resume", "max_steps": 80, "dropout": 0.1} | values
+            ).items():
                 patch.setattr(train, name, value)
             train.main()
         assert message in str(e.value) and "\n" not in str(e.value)
@@ -219,9 +281,13 @@ def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, 
     done = run_train(out, data_dir, budget_hours=seconds / 3600, dtype="auto", max_steps=0)
     assert done.returncode == 0, done.stdout
     assert f"{out} held a run already: moved it to {out}.1" in done.stdout
-    assert same(weights(tmp_path / "out.1"), weights(finished[0])) and not same(weights(out), weights(finished[0]))
+    assert same(weights(tmp_path / "out.1"), weights(finished[0])) and not same(
+        weights(out), weights(finished[0])
+    )
     (whole,) = re.findall(r"^(\d+) s: training", done.stdout, re.MULTILINE)  # the last save and all
-    assert 0.5 * seconds < int(whole) < 1.5 * seconds  # other tests may hold up the last save, but nothing before it:
+    assert (
+        0.5 * seconds < int(whole) < 1.5 * seconds
+    )  # other tests may hold up the last save, but nothing before it:
     assert read_log(out)[-1]["elapsed_s"] <= seconds
     assert "tokens/s: the rest holds" in done.stdout
     assert read_log(out)[-1]["lr"] < 0.1 * max(row.get("lr", 0) for row in read_log(out))

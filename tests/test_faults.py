@@ -27,17 +27,18 @@ from safetensors.torch import load_file, save_file
 from test_model import configs
 from test_train import new_run
 
-import checkpoint
-import disk
-import folder as folder_module
-import record
 import train as module
-from data import Rows, load_meta
 from model import MaskedLM
+from nanocram import checkpoint, glue, record, safety
+from nanocram import model_folder as folder_module
+from nanocram.data import Rows, load_meta
 
 
 def start(out, data_dir, **changes):
-    flags = [f"--{k}={v}" for k, v in (SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes).items()]
+    flags = [
+        f"--{k}={v}"
+        for k, v in (SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes).items()
+    ]
     command = [sys.executable, str(ROOT / "train.py"), *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -70,7 +71,9 @@ def assert_same_run(out, other):
 def test_kill_9_at_any_moment(tmp_path, data_dir, kills):
     """A run that is killed again and again ends as if it had not been."""
     settings = {"max_steps": 400, "dropout": 0.1, "checkpoint_minutes": 1e-9, "evals": 40}
-    undisturbed = start(tmp_path / "undisturbed", data_dir, **(settings | {"checkpoint_minutes": 0.0}))
+    undisturbed = start(
+        tmp_path / "undisturbed", data_dir, **(settings | {"checkpoint_minutes": 0.0})
+    )
     assert undisturbed.wait(300) == 0, undisturbed.communicate()[0]
     out, rng, done, writing, lost = tmp_path / "out", random.Random(0), 0, 0, 0
     while done < kills:
@@ -98,7 +101,9 @@ def test_kill_9_at_any_moment(tmp_path, data_dir, kills):
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0 and not list(out.glob("*.tmp")), said
     assert_same_run(out, tmp_path / "undisturbed")
-    print(f"\n{kills} kills, {writing} of them while a file was being written: same log, same weights")
+    print(
+        f"\n{kills} kills, {writing} of them while a file was being written: same log, same weights"
+    )
 
 
 def test_a_full_disk(tmp_path, data_dir):
@@ -107,9 +112,19 @@ def test_a_full_disk(tmp_path, data_dir):
     settings = {"dropout": 0.1, "samples": ""}
     assert start(tmp_path / "undisturbed", data_dir, max_steps=30, **settings).wait(100) == 0
     out = shutil.copytree(tmp_path / "undisturbed", tmp_path / "out")
-    before = {p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".pt", ".safetensors", ".png")}
-    assert min(map(len, before.values())) > 20_000 > max(p.stat().st_size for p in out.iterdir() if p.suffix == ".csv")
-    flags = SMALL_MODEL | settings | {"data_dir": data_dir, "out_dir": out, "init": "resume", "max_steps": 50}
+    before = {
+        p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".pt", ".safetensors", ".png")
+    }
+    assert (
+        min(map(len, before.values()))
+        > 20_000
+        > max(p.stat().st_size for p in out.iterdir() if p.suffix == ".csv")
+    )
+    flags = (
+        SMALL_MODEL
+        | settings
+        | {"data_dir": data_dir, "out_dir": out, "init": "resume", "max_steps": 50}
+    )
     command = [sys.executable, str(ROOT / "train.py"), *(f"--{k}={v}" for k, v in flags.items())]
     full = subprocess.run(
         command,
@@ -119,8 +134,12 @@ def test_a_full_disk(tmp_path, data_dir):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
     )
     assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
-    assert "WARNING: cannot save to" in full.stdout and "what was there before stands" in full.stdout
-    assert before == {p.name: p.read_bytes() for p in out.iterdir() if p.name in before} and not list(out.glob("*.tmp"))
+    assert (
+        "WARNING: cannot save to" in full.stdout and "what was there before stands" in full.stdout
+    )
+    assert before == {
+        p.name: p.read_bytes() for p in out.iterdir() if p.name in before
+    } and not list(out.glob("*.tmp"))
     again = start(out, data_dir, max_steps=50, init="resume", **settings)
     assert again.wait(100) == 0
     assert whole(out)["step"] == 50
@@ -140,14 +159,20 @@ def test_a_suspended_run_goes_on_and_keeps_its_budget(tmp_path, data_dir):
     assert process.returncode == 0, said
     rows = record.read_log(tmp_path / "out")
     gap = max(b["elapsed_s"] - a["elapsed_s"] for a, b in itertools.pairwise(rows))
-    assert gap > seconds / 3 - 1 and rows[-1]["elapsed_s"] <= seconds and rows[-1]["lr"] < 0.1 * module.lr
+    assert (
+        gap > seconds / 3 - 1
+        and rows[-1]["elapsed_s"] <= seconds
+        and rows[-1]["lr"] < 0.1 * module.lr
+    )
 
 
 def test_a_spike_does_not_ruin_a_run(train, monkeypatch):
     """One batch whose loss counts a million times as much: with clipping the end is that of an undisturbed run."""
     ends = []
     monkeypatch.setattr(train, "max_steps", 120)
-    val = Rows(Path(train.data_dir) / "val.bin", load_meta(train.data_dir)["counts"]["val_rows"], 128, 600)
+    val = Rows(
+        Path(train.data_dir) / "val.bin", load_meta(train.data_dir)["counts"]["val_rows"], 128, 600
+    )
     sets = module.held_out(val.read(0, val.count), 8)
     for factor in (1.0, 1e6):
         run = new_run(train)
@@ -239,25 +264,39 @@ def test_a_closed_pipe_ends_no_run(tmp_path, data_dir):
     assert whole(tmp_path / "out")["step"] >= 40
 
 
-@pytest.mark.parametrize(("what", "line"), [
-    ("raise KeyboardInterrupt", "stopped: type it again"),
-    ("import os; os.kill(os.getpid(), 15); import time; time.sleep(9)", "stopped: type it again"),
-    ("open('nowhere')", "nowhere: No such file or directory; type it again"),
-    ("raise OSError('odd')", "here: odd; type it again"),
-    ("raise RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate memory')",
-     "out of memory: type a smaller model"),
-    ("raise RuntimeError('CUDA out of memory. Tried to')", "out of memory: type a smaller model"),
-    ("raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')", "out of memory: type a smaller model"),
-    ("raise MemoryError", "out of memory: type a smaller model"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("raise KeyboardInterrupt", "stopped: type it again"),
+        (
+            "import os; os.kill(os.getpid(), 15); import time; time.sleep(9)",
+            "stopped: type it again",
+        ),
+        ("open('nowhere')", "nowhere: No such file or directory; type it again"),
+        ("raise OSError('odd')", "here: odd; type it again"),
+        (
+            "raise RuntimeError('DefaultCPUAllocator: not enough memory: you tried to allocate memory')",
+            "out of memory: type a smaller model",
+        ),
+        (
+            "raise RuntimeError('CUDA out of memory. Tried to')",
+            "out of memory: type a smaller model",
+        ),
+        (
+            "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')",
+            "out of memory: type a smaller model",
+        ),
+        ("raise MemoryError", "out of memory: type a smaller model"),
+    ],
+)
 def test_scripts_end_with_one_line(what, line):
-    code = f"import exits\ndef main():\n    {what}\nexits.run(main, 'here', 'type it again')"
+    code = f"from nanocram import safety\ndef main():\n    {what}\nsafety.run(main, 'here', 'type it again')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (1, "", line)
 
 
 def test_other_errors_keep_their_trace():
-    code = "import exits\ndef main():\n    raise RuntimeError('a defect')\nexits.run(main, '', '')"
+    code = "from nanocram import safety\ndef main():\n    raise RuntimeError('a defect')\nsafety.run(main, '', '')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" in done.stderr and "a defect" in done.stderr
 
@@ -284,7 +323,9 @@ def test_what_is_lost_is_said(tmp_path, data_dir, capsys):
     run = SimpleNamespace(folder=tmp_path / "out", before=100.0, state={"step": 10}, wandb=None)
     record.begin(run, data_dir, {"init": "scratch"}, {}, resumed=False)
     for step in (5, 10, 15, 20):
-        record.append_row(run.folder, {"elapsed_s": 10.0 * step, "step": step, "tokens": 1, "skipped": 0})
+        record.append_row(
+            run.folder, {"elapsed_s": 10.0 * step, "step": step, "tokens": 1, "skipped": 0}
+        )
     capsys.readouterr()
     record.begin(run, data_dir, {"init": "resume"}, {}, resumed=True)
     assert (
@@ -303,34 +344,40 @@ def test_two_processes_never_write_one_folder(tmp_path, data_dir, corpus):
         for init in ("scratch", "resume"):
             second = start(tmp_path / "out", data_dir, max_steps=3, init=init)
             said, _ = second.communicate(timeout=100)
-            assert second.returncode == 1 and ".out.lock is held by another process" in said.splitlines()[-1]
+            assert (
+                second.returncode == 1
+                and ".out.lock is held by another process" in said.splitlines()[-1]
+            )
     finally:
         first.kill()
     first.wait()
     third = start(tmp_path / "out", data_dir, max_steps=3)
     assert third.wait(100) == 0 and (tmp_path / "out.1" / "ckpt.pt").exists()
 
-    with disk.Lock(disk.beside(tmp_path / "data")):
+    with safety.Lock(safety.beside(tmp_path / "data")):
         second = script("prepare.py", source=corpus, data_dir=tmp_path / "data", **SMALL_DATA)
-        assert second.returncode == 1 and ".data.lock is held by another process" in last_line(second)
+        assert second.returncode == 1 and ".data.lock is held by another process" in last_line(
+            second
+        )
 
 
 def test_two_writers_of_one_glue_json_lose_nothing(tmp_path):
     """Four processes, each adding its runs one by one."""
     code = """
-import sys, record
+import sys
+from nanocram import glue
 for i in range(12):
     run = {"task": "cola", "seed": 12 * int(sys.argv[2]) + i, "rows": {"train": 8551, "dev": 1043}, "data": "d",
            "scores": {"matthews": 1.0}, "predictions": {}, "date": "", "device": "", "rows_per_second": 1.0,
            "padded": 0.0}
-    record.add_glue_runs(sys.argv[1], {"system": "x", "weights": "w", "protocol": {}}, [run])
+    glue.add_runs(sys.argv[1], {"system": "x", "weights": "w", "protocol": {}}, [run])
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     streams = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
     writers = [subprocess.Popen([*command, f"{i}"], **streams) for i in range(4)]
     for writer in writers:
         assert writer.wait(100) == 0, writer.stderr.read()
-    assert len(record.glue_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}})) == 48
+    assert len(glue.stored_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}})) == 48
 
 
 # Files made to harm, or of another time
@@ -361,25 +408,50 @@ def saved(train, monkeypatch):
 NAME = "model.layers.1.attn.Wq.weight"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda c: c["model"].update(extra=torch.ones(2)), "does not fit: extra is unknown"),
-    (lambda c: c["model"].pop(NAME), f"does not fit: {NAME} is missing"),
-    (lambda c: c["model"].update({NAME: torch.ones(3, 4)}), r"is of shape \(3, 4\), not \(32, 32\)"),
-    (lambda c: c["model"][NAME].fill_(float("nan")), f"does not fit: {NAME} is not finite everywhere"),
-    (lambda c: c["optimizers"].pop(), "does not fit: 1 optimisers, not 2"),
-    (lambda c: c["optimizers"][1][0].update(momentum_buffer=torch.ones(2, 2)), "0 of Muon, momentum_buffer is"),
-    (lambda c: c["optimizers"][0][0]["exp_avg"].fill_(float("inf")), "of parameter 0 of AdamW, exp_avg is not finite"),
-    (lambda c: c["state"].update(step="3"), "does not fit: step='3'"),
-    (lambda c: c["state"].update(row=-5), "does not fit: row=-5"),
-    (lambda c: c.update(elapsed=float("nan")), "does not fit: elapsed=nan"),
-    (lambda c: c["state"].update(rows=3), "does not fit: rows in its state is unknown"),
-    (lambda c: c["state"]["last"].update(mood=1.0), "does not fit: mood in its state is unknown"),
-    (lambda c: c.update(scaler={"scale": float("nan")}), "does not fit: scale=nan"),
-    (lambda c: c.pop("scaler"), "is damaged or no checkpoint of train.py: KeyError"),
-    (lambda c: c.update(version=2), "is of version 2, not 1: use the commit that run.json names"),
-    (lambda c: c["config"].update(n_experts=8), "has a setting n_experts, unknown here: use the commit"),
-    (lambda c: c["config"].update(n_layer=3), "type --n_layer=3"),
-    (lambda c: c.clear(), "is damaged or no checkpoint")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c["model"].update(extra=torch.ones(2)), "does not fit: extra is unknown"),
+        (lambda c: c["model"].pop(NAME), f"does not fit: {NAME} is missing"),
+        (
+            lambda c: c["model"].update({NAME: torch.ones(3, 4)}),
+            r"is of shape \(3, 4\), not \(32, 32\)",
+        ),
+        (
+            lambda c: c["model"][NAME].fill_(float("nan")),
+            f"does not fit: {NAME} is not finite everywhere",
+        ),
+        (lambda c: c["optimizers"].pop(), "does not fit: 1 optimisers, not 2"),
+        (
+            lambda c: c["optimizers"][1][0].update(momentum_buffer=torch.ones(2, 2)),
+            "0 of Muon, momentum_buffer is",
+        ),
+        (
+            lambda c: c["optimizers"][0][0]["exp_avg"].fill_(float("inf")),
+            "of parameter 0 of AdamW, exp_avg is not finite",
+        ),
+        (lambda c: c["state"].update(step="3"), "does not fit: step='3'"),
+        (lambda c: c["state"].update(row=-5), "does not fit: row=-5"),
+        (lambda c: c.update(elapsed=float("nan")), "does not fit: elapsed=nan"),
+        (lambda c: c["state"].update(rows=3), "does not fit: rows in its state is unknown"),
+        (
+            lambda c: c["state"]["last"].update(mood=1.0),
+            "does not fit: mood in its state is unknown",
+        ),
+        (lambda c: c.update(scaler={"scale": float("nan")}), "does not fit: scale=nan"),
+        (lambda c: c.pop("scaler"), "is damaged or no checkpoint of train.py: KeyError"),
+        (
+            lambda c: c.update(version=2),
+            "is of version 2, not 1: use the commit that run.json names",
+        ),
+        (
+            lambda c: c["config"].update(n_experts=8),
+            "has a setting n_experts, unknown here: use the commit",
+        ),
+        (lambda c: c["config"].update(n_layer=3), "type --n_layer=3"),
+        (lambda c: c.clear(), "is damaged or no checkpoint"),
+    ],
+)
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(saved, change, message):
     _, good, restore = saved
     change(good)
@@ -395,7 +467,9 @@ def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "exploded"),)
 
-    with pytest.raises(SystemExit, match=r"is damaged or no checkpoint of train\.py: UnpicklingError"):
+    with pytest.raises(
+        SystemExit, match=r"is damaged or no checkpoint of train\.py: UnpicklingError"
+    ):
         restore(good | {"state": Bomb()})
     (run.folder / "ckpt.pt").write_bytes(pickle.dumps(Bomb(), 2))
     with pytest.raises(SystemExit, match="is damaged or no checkpoint"):
@@ -412,8 +486,13 @@ def test_a_checkpoint_of_any_architecture_comes_back(tmp_path_factory, config):
         torch.manual_seed(seed)
         model = MaskedLM(config)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        run = SimpleNamespace(model=model, folder=path, before=0.0, scaler=scaler, elapsed=lambda: 4.5)
-        run.meta, run.state = {"sha256": {"train.bin": "abc"}}, {"step": 3, "skipped_in_row": 0, "last": {}}
+        run = SimpleNamespace(
+            model=model, folder=path, before=0.0, scaler=scaler, elapsed=lambda: 4.5
+        )
+        run.meta, run.state = (
+            {"sha256": {"train.bin": "abc"}},
+            {"step": 3, "skipped_in_row": 0, "last": {}},
+        )
         run.optimizers = module.build_optimizers(dict(model.named_parameters()))
         ids = torch.randint(4, config.vocab_size, (2, 5))
         model(ids).square().sum().backward()
@@ -432,14 +511,26 @@ def test_a_checkpoint_of_any_architecture_comes_back(tmp_path_factory, config):
     assert b.before == 4.5
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda s: s.update(extra=torch.ones(2)), "extra is unknown"),
-    (lambda s: s.pop("head.dense.weight"), "head.dense.weight is missing"),
-    (lambda s: s.update({"head.dense.weight": torch.ones(3)}), "head.dense.weight is of shape"),
-    (lambda s: s["head.dense.weight"].fill_(float("nan")), "head.dense.weight is not finite everywhere")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.update(extra=torch.ones(2)), "extra is unknown"),
+        (lambda s: s.pop("head.dense.weight"), "head.dense.weight is missing"),
+        (lambda s: s.update({"head.dense.weight": torch.ones(3)}), "head.dense.weight is of shape"),
+        (
+            lambda s: s["head.dense.weight"].fill_(float("nan")),
+            "head.dense.weight is not finite everywhere",
+        ),
+    ],
+)
 def test_a_model_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, message):
     folder_module.save(
-        MaskedLM(next(iter([module.ModelConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=8, n_inner=8)]))), tmp_path
+        MaskedLM(
+            next(
+                iter([module.ModelConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=8, n_inner=8)])
+            )
+        ),
+        tmp_path,
     )
     state = load_file(tmp_path / "model.safetensors")
     change(state)
@@ -450,7 +541,9 @@ def test_a_model_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, m
 
 def test_position_scales_of_before_are_read(tmp_path):
     """They were scalars, which fully_shard does not take."""
-    config = module.ModelConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=8, n_inner=8, position="sinusoidal")
+    config = module.ModelConfig(
+        vocab_size=40, n_layer=1, n_head=1, n_embd=8, n_inner=8, position="sinusoidal"
+    )
     model = MaskedLM(config)
     folder_module.save(model, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -459,11 +552,29 @@ def test_position_scales_of_before_are_read(tmp_path):
     assert folder_module.load(tmp_path).state_dict()[name].tolist() == [0.25]
 
 
-PATHS = ["vocab_size", "seq_len", "counts", "counts rows", "counts val_rows", "counts val_tokens", "counts kept",
-         "counts val_characters", "settings", "settings source", "sha256", "sha256 train.bin", "sha256 val.bin",
-         "sha256 tokenizer.json"]  # fmt: skip
+PATHS = [
+    "vocab_size",
+    "seq_len",
+    "counts",
+    "counts rows",
+    "counts val_rows",
+    "counts val_tokens",
+    "counts kept",
+    "counts val_characters",
+    "settings",
+    "settings source",
+    "sha256",
+    "sha256 train.bin",
+    "sha256 val.bin",
+    "sha256 tokenizer.json",
+]
 JUNK = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=5), st.lists(st.integers())
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 3),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers()),
 )
 
 
@@ -511,13 +622,17 @@ def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypa
         race.main()
     (tmp_path / "glue.md").write_text("precious")
     with pytest.raises(SystemExit, match="it is not ours, move it away"):
-        record.add_glue_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}}, [])
+        glue.add_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}}, [])
     for content in ("{}", '{"model_type": "bert"}', "precious"):
         (tmp_path / "config.json").write_text(content)
-        with pytest.raises(SystemExit, match="is no classifier of ours: move it away, or leave out --save_models"):
+        with pytest.raises(
+            SystemExit, match="is no classifier of ours: move it away, or leave out --save_models"
+        ):
             folder_module.maker(tmp_path)
     assert folder_module.maker(tmp_path / "nowhere") == ""
-    assert all((tmp_path / name).read_text() == "precious" for name in ("thesis.md", "race.md", "glue.md"))
+    assert all(
+        (tmp_path / name).read_text() == "precious" for name in ("thesis.md", "race.md", "glue.md")
+    )
 
 
 # Text made to harm
@@ -532,15 +647,23 @@ def hostile(folder, text, line_mb):
 
     folder.mkdir()
     bytes_ = {
-        "a_good.txt": text.encode(), "b_invalid_utf8.txt": text[:9000].encode() + b"\xff\xfe\x80 \xc3\x28 go on\n\n",
-        "c_nul.txt": ("a\0b \0\0 " + text[:9000]).encode(), "e_empty.txt": b"", "f_blank.txt": b"\n\n  \n\t\n\n",
-        "d_one_line.txt": (text.replace("\n", " ") * (line_mb * 10**6 // len(text) + 1))[: line_mb * 10**6].encode(),
+        "a_good.txt": text.encode(),
+        "b_invalid_utf8.txt": text[:9000].encode() + b"\xff\xfe\x80 \xc3\x28 go on\n\n",
+        "c_nul.txt": ("a\0b \0\0 " + text[:9000]).encode(),
+        "e_empty.txt": b"",
+        "f_blank.txt": b"\n\n  \n\t\n\n",
+        "d_one_line.txt": (text.replace("\n", " ") * (line_mb * 10**6 // len(text) + 1))[
+            : line_mb * 10**6
+        ].encode(),
         "g_spaces.txt": b"before" + b" " * 10**6 + b"after\n\n" + b"x" * 10**6,
         "h_bom.txt": b"\xef\xbb\xbf" + text[:900].encode(),
-        "i_crlf.txt": text[:9000].replace("\n", "\r\n").encode(), "j_null.jsonl": b'{"text": null}\n{"text": "fine"}\n',
-        "p_cut.txt.gz": gzip.compress(text.encode())[:-3000], "q_no_gzip.txt.gz": b"plain text " * 9,
-        "r_broken.jsonl": b'{"text": "fine"}\n{"text": oops}\n', "t_no_parquet.parquet": b"PAR1 not really",
-    }  # fmt: skip
+        "i_crlf.txt": text[:9000].replace("\n", "\r\n").encode(),
+        "j_null.jsonl": b'{"text": null}\n{"text": "fine"}\n',
+        "p_cut.txt.gz": gzip.compress(text.encode())[:-3000],
+        "q_no_gzip.txt.gz": b"plain text " * 9,
+        "r_broken.jsonl": b'{"text": "fine"}\n{"text": oops}\n',
+        "t_no_parquet.parquet": b"PAR1 not really",
+    }
     for name, content in bytes_.items():
         (folder / name).write_bytes(content)
     pyarrow.parquet.write_table(pyarrow.table({"title": ["x"]}), folder / "s_no_text.parquet")
@@ -550,7 +673,9 @@ def hostile(folder, text, line_mb):
 @pytest.mark.parametrize("line_mb", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_hostile_text(tmp_path, texts, line_mb):
     bad = hostile(tmp_path / "in", "\n\n".join(text[:5000] for text in texts[:30]), line_mb)
-    done = script("prepare.py", source=tmp_path / "in" / "*", data_dir=tmp_path / "out", **SMALL_DATA)
+    done = script(
+        "prepare.py", source=tmp_path / "in" / "*", data_dir=tmp_path / "out", **SMALL_DATA
+    )
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
     meta = load_meta(tmp_path / "out")
     assert {os.path.basename(path) for path in meta["errors"]} == bad
@@ -568,7 +693,11 @@ def test_line_ends_and_threads_change_nothing(tmp_path, corpus):
     (tmp_path / "windows.txt").write_bytes(text.replace(b"\n", b"\r\n"))
     for name, threads in (("unix", 1), ("windows", 3)):
         done = script(
-            "prepare.py", source=tmp_path / f"{name}.txt", data_dir=tmp_path / name, threads=threads, **SMALL_DATA
+            "prepare.py",
+            source=tmp_path / f"{name}.txt",
+            data_dir=tmp_path / name,
+            threads=threads,
+            **SMALL_DATA,
         )
         assert done.returncode == 0, done.stdout
     for file in ("tokenizer.json", "train.bin", "val.bin"):
@@ -580,7 +709,13 @@ def test_prepare_killed_at_any_moment(tmp_path, corpus, data_dir):
     """Nothing that looks finished is ever there before it is, and in the end all is as it should be."""
     folder, rng, kills = tmp_path / "data", random.Random(1), 0
     flags = [f"--{k}={v}" for k, v in SMALL_DATA.items()]
-    command = [sys.executable, str(ROOT / "prepare.py"), f"--source={corpus}", f"--data_dir={folder}", *flags]
+    command = [
+        sys.executable,
+        str(ROOT / "prepare.py"),
+        f"--source={corpus}",
+        f"--data_dir={folder}",
+        *flags,
+    ]
     begin, partial = time.monotonic(), folder.with_name("data.partial")
 
     def writes_rows():
@@ -602,7 +737,15 @@ def test_prepare_killed_at_any_moment(tmp_path, corpus, data_dir):
         process.wait()
         kills += 1
         rows = writes_rows()
-        seen["finished" if folder.exists() else "rows" if rows else "partial" if partial.exists() else "nothing"] += 1
+        seen[
+            "finished"
+            if folder.exists()
+            else "rows"
+            if rows
+            else "partial"
+            if partial.exists()
+            else "nothing"
+        ] += 1
         if folder.exists():  # it was faster: whole, then
             load_meta(folder)
             for name in ("tokenizer.json", "train.bin", "val.bin"):
@@ -638,7 +781,13 @@ def test_rows_across_the_edges_of_32_bits(tmp_path, edge):
 def test_a_long_run_grows_neither_in_memory_nor_in_files(tmp_path, data_dir):
     """20,000 steps; memory by a straight line through the second half, open files at its ends."""
     process = start(
-        tmp_path / "out", data_dir, max_steps=20000, samples="", checkpoint_minutes=0.2, log_every=10, n_layer=1
+        tmp_path / "out",
+        data_dir,
+        max_steps=20000,
+        samples="",
+        checkpoint_minutes=0.2,
+        log_every=10,
+        n_layer=1,
     )
     seen = []
     while process.poll() is None:
@@ -655,6 +804,8 @@ def test_a_long_run_grows_neither_in_memory_nor_in_files(tmp_path, data_dir):
     first, half = ([s for s in seen if (s[0] > 10000) == late] for late in (False, True))
     slope = np.polyfit([s[0] / 1000 for s in half], [s[1] for s in half], 1)[0]
     early = seen[len(seen) // 4]
-    print(f"\nRSS {early[1] / 1024:.0f} MB at step {early[0]:,}, {half[-1][1] / 1024:.0f} MB at the end, "
-          f"{slope:+.1f} kB per 1,000 steps; {half[0][2]} and {half[-1][2]} open files")  # fmt: skip
+    print(
+        f"\nRSS {early[1] / 1024:.0f} MB at step {early[0]:,}, {half[-1][1] / 1024:.0f} MB at the end, "
+        f"{slope:+.1f} kB per 1,000 steps; {half[0][2]} and {half[-1][2]} open files"
+    )
     assert abs(slope) < 500 and max(s[2] for s in half) <= max(s[2] for s in first)

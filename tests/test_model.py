@@ -10,15 +10,31 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from configurator import assignments
-from folder import load, not_native, save
 from model import Classifier, MaskedLM, ModelConfig
+from nanocram.configurator import assignments
+from nanocram.model_folder import load, not_native, save
 
 SMALL = dict(vocab_size=90, max_seq_len=40, n_layer=3, n_head=2, n_embd=32, n_inner=24)
-RECIPE = {name: value for name, (value, _) in assignments(ROOT / "config/crammed.py", strict=True).items()}
-CRAMMED = {name: value for name, value in RECIPE.items() if name in {f.name for f in dataclasses.fields(ModelConfig)}}
-BERT = dict(n_layer=12, n_inner=3072, activation="gelu", position="learned", post_norm=True, final_norm=False,
-            linear_bias=True, norm_bias=True, token_types=2, norm_eps=1e-12)  # fmt: skip
+RECIPE = {
+    name: value for name, (value, _) in assignments(ROOT / "config/crammed.py", strict=True).items()
+}
+CRAMMED = {
+    name: value
+    for name, value in RECIPE.items()
+    if name in {f.name for f in dataclasses.fields(ModelConfig)}
+}
+BERT = dict(
+    n_layer=12,
+    n_inner=3072,
+    activation="gelu",
+    position="learned",
+    post_norm=True,
+    final_norm=False,
+    linear_bias=True,
+    norm_bias=True,
+    token_types=2,
+    norm_eps=1e-12,
+)
 
 
 def random_model(**switches):
@@ -46,7 +62,9 @@ def count(model):
 
 def test_parameter_counts_of_the_literature():
     assert count(MaskedLM(ModelConfig(**CRAMMED))) == 119_589_889  # the paper's code
-    assert count(MaskedLM(ModelConfig(**BERT))) == 111_241_472  # BERT-base with a vocabulary of 32,768
+    assert (
+        count(MaskedLM(ModelConfig(**BERT))) == 111_241_472
+    )  # BERT-base with a vocabulary of 32,768
 
 
 def test_flops_of_the_literature():
@@ -62,17 +80,29 @@ def test_flops_of_the_literature():
 def test_flops_agree_with_torchs_own_counter(n_narrow):
     model = random_model(n_narrow=n_narrow)
     ids, positions = torch.randint(0, 90, (4, 32)), torch.randint(0, 32, (4, 8))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it cannot count flash on the CPU
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # it cannot count flash on the CPU
         model(ids, positions).sum().backward()
     assert counter.get_total_flops() == model.flops_per_token(32, 8) * ids.numel()
 
 
-@pytest.mark.parametrize("switches", [{}, {"activation": "relu2"}, {"linear_bias": True, "norm_bias": True},
-                                      {"decoder_bias": False, "norm_eps": 1e-3}])  # fmt: skip
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"activation": "relu2"},
+        {"linear_bias": True, "norm_bias": True},
+        {"decoder_bias": False, "norm_eps": 1e-3},
+    ],
+)
 def test_the_folder_is_a_modernbert(tmp_path, switches):
     model = random_model(**switches)
     save(model, tmp_path)
-    theirs, info = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    theirs, info = transformers.AutoModelForMaskedLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert type(theirs).__name__ == "ModernBertForMaskedLM"
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     ids, mask = batch()
@@ -84,7 +114,9 @@ def test_the_folder_is_a_modernbert(tmp_path, switches):
 def test_the_classifier_is_modernberts(tmp_path):
     model = random_model()
     save(model, tmp_path)
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3).eval()
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, num_labels=3
+    ).eval()
     ours = Classifier(model, 3).eval()
     ours.classifier.load_state_dict(theirs.classifier.state_dict())
     ids, mask = batch()
@@ -94,22 +126,45 @@ def test_the_classifier_is_modernberts(tmp_path):
 
 def test_the_original_bert_equals_transformers_bert():
     model = random_model(**(BERT | {"n_layer": 3, "n_inner": 24}))
-    config = transformers.BertConfig(vocab_size=90, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
-                                     intermediate_size=24, max_position_embeddings=40, type_vocab_size=2)  # fmt: skip
+    config = transformers.BertConfig(
+        vocab_size=90,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=40,
+        type_vocab_size=2,
+    )
     theirs = transformers.BertForMaskedLM(config).eval()
     e, names = "bert.embeddings.", {}
-    for ours, bert in (("tok_embeddings", "word_embeddings"), ("position_embeddings",) * 2,
-                       ("type_embeddings", "token_type_embeddings"), ("norm", "LayerNorm")):  # fmt: skip
+    for ours, bert in (
+        ("tok_embeddings", "word_embeddings"),
+        ("position_embeddings",) * 2,
+        ("type_embeddings", "token_type_embeddings"),
+        ("norm", "LayerNorm"),
+    ):
         names[f"model.embeddings.{ours}"] = e + bert
     for i in range(3):
-        for ours, bert in (("attn.Wq", "attention.self.query"), ("attn.Wk", "attention.self.key"),
-                           ("attn.Wv", "attention.self.value"), ("attn.Wo", "attention.output.dense"),
-                           ("attn_norm", "attention.output.LayerNorm"), ("mlp.Wi", "intermediate.dense"),
-                           ("mlp.Wo", "output.dense"), ("mlp_norm", "output.LayerNorm")):  # fmt: skip
+        for ours, bert in (
+            ("attn.Wq", "attention.self.query"),
+            ("attn.Wk", "attention.self.key"),
+            ("attn.Wv", "attention.self.value"),
+            ("attn.Wo", "attention.output.dense"),
+            ("attn_norm", "attention.output.LayerNorm"),
+            ("mlp.Wi", "intermediate.dense"),
+            ("mlp.Wo", "output.dense"),
+            ("mlp_norm", "output.LayerNorm"),
+        ):
             names[f"model.layers.{i}.{ours}"] = f"bert.encoder.layer.{i}.{bert}"
-    names |= {"head.dense": "cls.predictions.transform.dense", "head.norm": "cls.predictions.transform.LayerNorm"}
+    names |= {
+        "head.dense": "cls.predictions.transform.dense",
+        "head.norm": "cls.predictions.transform.LayerNorm",
+    }
     names |= {"decoder": "cls.predictions.decoder"}
-    state = {names[k.rpartition(".")[0]] + "." + k.rpartition(".")[2]: v for k, v in model.state_dict().items()}
+    state = {
+        names[k.rpartition(".")[0]] + "." + k.rpartition(".")[2]: v
+        for k, v in model.state_dict().items()
+    }
     state["cls.predictions.bias"] = state["cls.predictions.decoder.bias"]
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     assert not unexpected and all("position_ids" in m or "token_type_ids" in m for m in missing)
@@ -134,8 +189,16 @@ def test_the_papers_positions():
     assert fresh.model.embeddings.position_scale.item() == pytest.approx(32**-0.5)
 
 
-@pytest.mark.parametrize("switches", [{}, CRAMMED | {"max_seq_len": 40}, BERT | {"n_layer": 2, "n_inner": 24},
-                                      {"n_narrow": 2}, BERT | SMALL | {"n_narrow": 2}])  # fmt: skip
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        CRAMMED | {"max_seq_len": 40},
+        BERT | {"n_layer": 2, "n_inner": 24},
+        {"n_narrow": 2},
+        BERT | SMALL | {"n_narrow": 2},
+    ],
+)
 def test_only_the_chosen_positions_are_decoded_and_padding_changes_nothing(switches):
     model = random_model(**switches)
     ids, mask = batch()
@@ -144,7 +207,9 @@ def test_only_the_chosen_positions_are_decoded_and_padding_changes_nothing(switc
         everywhere = model(ids, attention_mask=mask)
         chosen = model(ids, positions, attention_mask=mask)
         assert chosen.shape == (3, 3, 90)
-        assert torch.allclose(chosen, everywhere.gather(1, positions[..., None].expand(-1, -1, 90)), atol=1e-5)
+        assert torch.allclose(
+            chosen, everywhere.gather(1, positions[..., None].expand(-1, -1, 90)), atol=1e-5
+        )
         assert torch.allclose(model(ids[2:, :5]), everywhere[2:, :5], atol=1e-4)
 
 
@@ -160,7 +225,9 @@ def test_a_last_block_that_computes_only_what_is_read_changes_nothing(switches):
         x = x if at is not None else x.gather(1, positions[..., None].expand(-1, -1, 32))
         assert x.shape == (3, 3, 32)
         gradients.append([x, *torch.autograd.grad(x.square().sum(), list(model.parameters()))])
-    scale = max(g.abs().max().item() for g in gradients[0])  # a bias of Wk has a gradient of rounding errors alone
+    scale = max(
+        g.abs().max().item() for g in gradients[0]
+    )  # a bias of Wk has a gradient of rounding errors alone
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6 * scale)
 
@@ -180,7 +247,9 @@ def test_narrow_layers_against_torchs_own_attention(switches):
         x = first.gather(1, positions[..., None].expand(-1, -1, 32))
         for layer in layers[1:]:
             attention = torch.nn.MultiheadAttention(32, 2, bias=False, batch_first=True)
-            attention.in_proj_weight.copy_(torch.cat([getattr(layer.attn, n).weight for n in ("Wq", "Wk", "Wv")]))
+            attention.in_proj_weight.copy_(
+                torch.cat([getattr(layer.attn, n).weight for n in ("Wq", "Wk", "Wv")])
+            )
             attention.out_proj.weight.copy_(layer.attn.Wo.weight)
             norm = (lambda rows: rows) if switches.get("post_norm") else layer.attn_norm
             y, _ = attention(norm(x), norm(first), norm(first), key_padding_mask=mask == 0)
@@ -198,19 +267,27 @@ def test_one_narrow_layer_is_the_full_model():
     full, narrow = random_model(), random_model(n_narrow=1)
     assert torch.equal(full(ids, attention_mask=mask), narrow(ids, attention_mask=mask))
     two = random_model(n_narrow=2)
-    assert not torch.allclose(full(ids, attention_mask=mask), two(ids, attention_mask=mask), atol=0.1)
+    assert not torch.allclose(
+        full(ids, attention_mask=mask), two(ids, attention_mask=mask), atol=0.1
+    )
     assert not_native(narrow.config) == "" and not_native(two.config) == "n_narrow=2"
 
 
-@pytest.mark.parametrize(("name", "parameters"), [
-    ("bert", 111_241_472), ("crammed", 119_589_889), ("bert_minimal_train", 119_589_889),
-    ("narrow", 120_186_368),
-    # 12 layers of 7,087,872, table, positions, norm behind them, head and decoder bias
-    ("bert_minimal_arch", 12 * 7_087_872 + 25_165_824 + 98_304 + 1_536 + 592_128 + 32_768),
-    # 24 of 12,596,224
-    ("izsak", 24 * 12_596_224 + 33_554_432 + 131_072 + 2_048 + 1_051_648 + 32_768),
-    # 32 of 65,541,120, but no first attention norm
-    ("offload", 32 * 65_541_120 - 2_560 + 83_886_080 + 2 * 2_560 + 6_556_160 + 32_768)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("bert", 111_241_472),
+        ("crammed", 119_589_889),
+        ("bert_minimal_train", 119_589_889),
+        ("narrow", 120_186_368),
+        # 12 layers of 7,087,872, table, positions, norm behind them, head and decoder bias
+        ("bert_minimal_arch", 12 * 7_087_872 + 25_165_824 + 98_304 + 1_536 + 592_128 + 32_768),
+        # 24 of 12,596,224
+        ("izsak", 24 * 12_596_224 + 33_554_432 + 131_072 + 2_048 + 1_051_648 + 32_768),
+        # 32 of 65,541,120, but no first attention norm
+        ("offload", 32 * 65_541_120 - 2_560 + 83_886_080 + 2 * 2_560 + 6_556_160 + 32_768),
+    ],
+)
 def test_the_recipes_have_their_sizes(name, parameters, monkeypatch):
     import train
 
@@ -221,15 +298,21 @@ def test_the_recipes_have_their_sizes(name, parameters, monkeypatch):
         assert count(MaskedLM(config)) == parameters
 
 
-@pytest.mark.parametrize(("width", "heads", "std"), [(768, 12, 0.02), (1024, 16, 0.02), (192, 3, 0.04)])
+@pytest.mark.parametrize(
+    ("width", "heads", "std"), [(768, 12, 0.02), (1024, 16, 0.02), (192, 3, 0.04)]
+)
 def test_the_spread_of_fresh_weights(width, heads, std):
     """BERT's 0.02 from its width on, and as much larger as keeps attention's scores alike in a narrower model."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=500, n_layer=2, n_head=heads, n_embd=width, n_inner=2 * width, zero_init=False)
+    sizes = dict(
+        vocab_size=500, n_layer=2, n_head=heads, n_embd=width, n_inner=2 * width, zero_init=False
+    )
     model = Classifier(MaskedLM(ModelConfig(**sizes, position="learned", linear_bias=True)), 64)
     for name, p in model.named_parameters():
         if p.ndim == 2:
-            assert p.std().item() == pytest.approx(std, rel=0.02) and abs(p.mean().item()) < 0.02 * std, name
+            assert (
+                p.std().item() == pytest.approx(std, rel=0.02) and abs(p.mean().item()) < 0.02 * std
+            ), name
         else:
             assert (p == (1 if "norm" in name and "bias" not in name else 0)).all(), name
 
@@ -239,18 +322,38 @@ def test_zero_init_makes_every_block_the_identity():
     model = MaskedLM(ModelConfig(**SMALL)).eval()
     ids, _ = batch()
     x = model.model.embeddings(ids)
-    assert torch.equal(model.model.layers[1](x, (model.model.rope_cos, model.model.rope_sin), None), x)
+    assert torch.equal(
+        model.model.layers[1](x, (model.model.rope_cos, model.model.rope_sin), None), x
+    )
 
 
 def configs():
     return st.builds(
-        ModelConfig, vocab_size=st.integers(8, 60), max_seq_len=st.just(20), n_layer=st.integers(1, 3),
-        n_head=st.sampled_from([1, 2]), n_embd=st.sampled_from([8, 16]), n_inner=st.integers(1, 20),
+        ModelConfig,
+        vocab_size=st.integers(8, 60),
+        max_seq_len=st.just(20),
+        n_layer=st.integers(1, 3),
+        n_head=st.sampled_from([1, 2]),
+        n_embd=st.sampled_from([8, 16]),
+        n_inner=st.integers(1, 20),
         activation=st.sampled_from(["geglu", "relu2", "gelu"]),
-        position=st.sampled_from(["rope", "sinusoidal", "learned"]), token_types=st.sampled_from([0, 2]),
-        **{k: st.booleans() for k in ("post_norm", "embedding_norm", "first_attn_norm", "final_norm", "head_transform",
-                                      "linear_bias", "norm_bias", "decoder_bias", "zero_init")},
-    )  # fmt: skip
+        position=st.sampled_from(["rope", "sinusoidal", "learned"]),
+        token_types=st.sampled_from([0, 2]),
+        **{
+            k: st.booleans()
+            for k in (
+                "post_norm",
+                "embedding_norm",
+                "first_attn_norm",
+                "final_norm",
+                "head_transform",
+                "linear_bias",
+                "norm_bias",
+                "decoder_bias",
+                "zero_init",
+            )
+        },
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -273,7 +376,10 @@ def test_save_and_load_any_architecture(tmp_path_factory, config):
 
 def test_what_is_native_is_said():
     assert not_native(ModelConfig()) == ""
-    assert not_native(ModelConfig(**CRAMMED)) == "position=sinusoidal, first_attn_norm=True, head_transform=False"
+    assert (
+        not_native(ModelConfig(**CRAMMED))
+        == "position=sinusoidal, first_attn_norm=True, head_transform=False"
+    )
 
 
 def test_broken_folders_and_impossible_sizes_are_one_line(tmp_path):
@@ -284,8 +390,13 @@ def test_broken_folders_and_impossible_sizes_are_one_line(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     with pytest.raises(ValueError, match="is no model folder"):
         load(tmp_path)
-    for wrong, hint in (({"n_head": 3}, "try 30"), ({"activation": "swish"}, "choose one of geglu"),
-                        ({"n_layer": 0}, "at least 1"), ({"dropout": 1.0}, "dropout"), ({"position": ""}, "rope"),
-                        ({"n_narrow": 3}, "between 0 and 2")):
+    for wrong, hint in (
+        ({"n_head": 3}, "try 30"),
+        ({"activation": "swish"}, "choose one of geglu"),
+        ({"n_layer": 0}, "at least 1"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"position": ""}, "rope"),
+        ({"n_narrow": 3}, "between 0 and 2"),
+    ):
         with pytest.raises(ValueError, match=hint):
             ModelConfig(**(SMALL | wrong))

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import muon
-from muon import Muon, orthogonalise
+from nanocram import muon
+from nanocram.muon import Muon, orthogonalise
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
 
@@ -35,12 +35,16 @@ def test_equal_to_torchs(shapes, copies, seed):
         for group in (g for o in optimizers for g in o.param_groups):
             group["lr"] = 0.03 / (step + 1)
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            gradient = torch.randn(a.shape, generator=torch.Generator().manual_seed(1000 * step + i))
+            gradient = torch.randn(
+                a.shape, generator=torch.Generator().manual_seed(1000 * step + i)
+            )
             a.grad, b.grad = (None, None) if i == 3 else (gradient, gradient.clone())
         for optimizer in optimizers:
             optimizer.step()
     for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=2e-3)  # a product of a batch may add up in another order, in bfloat16
+        assert torch.allclose(
+            a, b, rtol=0, atol=2e-3
+        )  # a product of a batch may add up in another order, in bfloat16
 
 
 def test_equal_to_torchs_to_the_bit_at_the_shapes_of_a_model_and_loads_its_state():
@@ -60,7 +64,9 @@ def test_equal_to_torchs_to_the_bit_at_the_shapes_of_a_model_and_loads_its_state
     step(1)
     saved = copy.deepcopy(optimizers[1].state_dict()["state"])
     optimizers = Muon(ours, 0.02, 0.05), optimizers[1]
-    optimizers[0].load_state_dict({"state": saved, "param_groups": optimizers[0].state_dict()["param_groups"]})
+    optimizers[0].load_state_dict(
+        {"state": saved, "param_groups": optimizers[0].state_dict()["param_groups"]}
+    )
     step(2)
 
 
@@ -80,7 +86,10 @@ def test_float32_where_bfloat16_is_slow_follows_the_formula(monkeypatch):
     monkeypatch.setattr(muon, "native_bf16", lambda device: False)
     for shape in ((48, 16), (16, 48)):
         (weight,) = matrices([shape], 3)
-        before, weight.grad = weight.detach().double(), torch.randn(shape, generator=torch.Generator().manual_seed(4))
+        before, weight.grad = (
+            weight.detach().double(),
+            torch.randn(shape, generator=torch.Generator().manual_seed(4)),
+        )
         Muon([weight], lr=0.1, momentum=0.0).step()
         U, s, Vt = torch.linalg.svd(weight.grad.double(), full_matrices=False)
         s = s / s.norm()

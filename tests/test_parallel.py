@@ -13,16 +13,27 @@ from conftest import ROOT, SMALL_MODEL
 from safetensors.torch import load_file
 from test_train import new_run
 
-import parallel
-import record
 import train as module
+from nanocram import parallel, record
 
-SETTINGS = SMALL_MODEL | {"batch_size": 24, "zero_init": False, "samples": "", "evals": 3, "log_every": 1}
+SETTINGS = SMALL_MODEL | {
+    "batch_size": 24,
+    "zero_init": False,
+    "samples": "",
+    "evals": 3,
+    "log_every": 1,
+}
 
 
 def torchrun(n, script=ROOT / "train.py", **settings):
     """A script in n processes, as a user would start it, stdout and stderr together."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={n}",
+    ]
     command += [str(script), *(f"--{k}={v}" for k, v in settings.items())]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -39,9 +50,13 @@ def assert_equal_runs(a, b, tolerance):
     """Rows consumed, losses, gradient norms and the weights in the end."""
     rows, others = record.read_log(a), record.read_log(b)
     for name in ("step", "tokens", "batch_size", "lr", "mask_rate"):
-        assert [row.get(name, 0) for row in rows] == pytest.approx([row.get(name, 0) for row in others], rel=1e-9)
+        assert [row.get(name, 0) for row in rows] == pytest.approx(
+            [row.get(name, 0) for row in others], rel=1e-9
+        )
     for name in ("loss", "val_loss_15", "val_loss_25", "grad_norm"):
-        pairs = [(row.get(name, 0), other.get(name, 0)) for row, other in zip(rows, others, strict=True)]
+        pairs = [
+            (row.get(name, 0), other.get(name, 0)) for row, other in zip(rows, others, strict=True)
+        ]
         assert all(x == pytest.approx(y, rel=tolerance) for x, y in pairs), name
     weights, other = (load_file(Path(folder) / "model.safetensors") for folder in (a, b))
     for name in weights:
@@ -51,12 +66,19 @@ def assert_equal_runs(a, b, tolerance):
 
 def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
     """The ramp begins with one micro-batch, so that a rank is idle, and ends with three, so that one has more to do."""
-    settings = SETTINGS | {"data_dir": str(data_dir), "max_steps": 8, "dropout": 0.1, "optimizer": "adamw"}
+    settings = SETTINGS | {
+        "data_dir": str(data_dir),
+        "max_steps": 8,
+        "dropout": 0.1,
+        "optimizer": "adamw",
+    }
     ranks = torchrun(2, **settings, out_dir=tmp_path / "two")
     alone(train, monkeypatch, **settings, out_dir=str(tmp_path / "one"))
     said, _ = ranks.communicate(timeout=200)
     assert ranks.returncode == 0, said
-    assert said.count("parameters, ") == said.count("8 steps, 0 of them skipped") == 1  # one speaks for all
+    assert (
+        said.count("parameters, ") == said.count("8 steps, 0 of them skipped") == 1
+    )  # one speaks for all
     batches = {row.get("batch_size") for row in record.read_log(tmp_path / "two")}
     assert batches == {None, 8, 16, 24}
     assert_equal_runs(tmp_path / "one", tmp_path / "two", 2e-5)
@@ -66,18 +88,25 @@ def worker(launcher, rank):
     """The process number of a rank that torchrun has started."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return next(
-        int(c) for c in children if f"RANK={rank}".encode() in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")
+        int(c)
+        for c in children
+        if f"RANK={rank}".encode() in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")
     )
 
 
 def wait_for_step(folder, step, launcher):
     end = time.monotonic() + 120
-    while not (folder / "log.csv").exists() or max(row["step"] for row in record.read_log(folder)) < step:
+    while (
+        not (folder / "log.csv").exists()
+        or max(row["step"] for row in record.read_log(folder)) < step
+    ):
         assert launcher.poll() is None and time.monotonic() < end, launcher.communicate()[0]
         time.sleep(0.05)
 
 
-def test_a_stopped_and_a_dead_rank_and_other_numbers_of_ranks(train, monkeypatch, data_dir, tmp_path):
+def test_a_stopped_and_a_dead_rank_and_other_numbers_of_ranks(
+    train, monkeypatch, data_dir, tmp_path
+):
     """SIGTERM to one of two: all stop and save. kill -9 to one of three: none hangs. One resumes and ends like one.
 
     With Muon, whose products in bfloat16 make more of small differences."""
@@ -96,7 +125,9 @@ def test_a_stopped_and_a_dead_rank_and_other_numbers_of_ranks(train, monkeypatch
     os.kill(worker(ranks, 2), signal.SIGKILL)
     start = time.monotonic()
     said, _ = ranks.communicate(timeout=100)
-    assert ranks.returncode != 0 and "resumed at step" in said and "has lost the others" in said, said
+    assert ranks.returncode != 0 and "resumed at step" in said and "has lost the others" in said, (
+        said
+    )
     assert time.monotonic() - start < 60
     assert record.read_log(out)[-1]["step"] < 50
 
@@ -112,7 +143,7 @@ def test_no_thread_of_gloo_outlives_the_group(tmp_path):
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-import parallel
+from nanocram import parallel
 
 def threads():
     return sum("gloo_runloop" in name.read_text() for name in Path("/proc/self/task").glob("*/comm"))
@@ -132,7 +163,9 @@ def test_slips_and_lost_ranks_are_one_line(train, monkeypatch):
     monkeypatch.setattr(parallel, "WORLD", 4)
     monkeypatch.setattr(parallel, "LOCAL_RANK", 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit, match="no GPU for process 2 of this machine: type --nproc_per_node=2"):
+    with pytest.raises(
+        SystemExit, match="no GPU for process 2 of this machine: type --nproc_per_node=2"
+    ):
         parallel.join("auto")
     monkeypatch.setattr(train, "offload", True)
     with pytest.raises(SystemExit, match="offload is for one process"):
@@ -145,7 +178,10 @@ def test_slips_and_lost_ranks_are_one_line(train, monkeypatch):
     for call in (lambda: parallel.agree(0.5, False), lambda: parallel.add_up([torch.zeros(3)])):
         with pytest.raises(SystemExit) as e:
             call()
-        assert str(e.value) == "rank 0 has lost the others, start again with --init=resume: Connection closed by peer"
+        assert (
+            str(e.value)
+            == "rank 0 has lost the others, start again with --init=resume: Connection closed by peer"
+        )
 
     def broken(*args, **kwargs):
         raise RuntimeError("no backend for these tensors")

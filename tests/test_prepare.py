@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import prepare as module
+from nanocram.tokenizer import CLS, SEP
 from prepare import SeenHashes, join_lines, pack, text_hash
-from tokenizer import CLS, SEP
 
 
 def rows_of(folder, name="train.bin", T=128):
@@ -36,7 +36,11 @@ def prepare(folder, source, **other):
     return json.loads((folder / "meta.json").read_text()), done.stdout
 
 
-@given(st.lists(st.lists(st.integers(4, 99), max_size=40), max_size=20), st.integers(2, 17), st.integers(1, 5))
+@given(
+    st.lists(st.lists(st.integers(4, 99), max_size=40), max_size=20),
+    st.integers(2, 17),
+    st.integers(1, 5),
+)
 def test_packing_keeps_every_token_once_and_in_order(documents, T, pieces):
     stream = np.array([t for d in documents for t in [*d, SEP]], dtype=np.uint16)
     rest, rows = np.zeros(0, np.uint16), []
@@ -85,7 +89,9 @@ def test_rows_equal_a_second_implementation(data_dir, corpus):
     counts = meta["counts"]
     assert counts["kept"] == len(train) and counts["held_out"] == len(val)
     assert counts["tokens"] == sum(len(ids) + 1 for _, ids in train)
-    assert counts["rows"] == len(rows_of(data_dir)) and counts["val_rows"] == len(rows_of(data_dir, "val.bin"))
+    assert counts["rows"] == len(rows_of(data_dir)) and counts["val_rows"] == len(
+        rows_of(data_dir, "val.bin")
+    )
     assert meta["vocab_size"] == 600 and meta["seq_len"] == 128
 
 
@@ -101,7 +107,10 @@ def test_curriculum_and_filter_leave_the_held_out_rows_alone(tmp_path, corpus, d
     rows = rows_of(tmp_path / "sorted")
     assert as_set(rows) == as_set(rows_of(data_dir))
     tokenizer = AutoTokenizer.from_pretrained(data_dir)
-    ends = [sum(any(c in word for c in ".!?") for word in tokenizer.convert_ids_to_tokens(row)) for row in rows]
+    ends = [
+        sum(any(c in word for c in ".!?") for word in tokenizer.convert_ids_to_tokens(row))
+        for row in rows
+    ]
     assert ends == sorted(ends, reverse=True) and ends[0] > ends[-1]
 
     train, _ = documents_and_reference(corpus, data_dir)
@@ -119,18 +128,26 @@ def test_copies(tmp_path, corpus, data_dir):
     twice.write_text(corpus.read_text() + "\n\n\n" + corpus.read_text())
     train, val = documents_and_reference(corpus, data_dir)
     kept, _ = prepare(tmp_path / "kept", twice)
-    assert kept["counts"]["kept"] == 2 * len(train) and kept["counts"]["held_out_copies"] == len(val)
+    assert kept["counts"]["kept"] == 2 * len(train) and kept["counts"]["held_out_copies"] == len(
+        val
+    )
     once, _ = prepare(tmp_path / "once", twice, dedup=True)
     assert once["counts"]["kept"] == len(train) == once["counts"]["duplicates"]
-    assert as_set(rows_of(tmp_path / "kept", "val.bin")) == as_set(rows_of(tmp_path / "once", "val.bin"))
+    assert as_set(rows_of(tmp_path / "kept", "val.bin")) == as_set(
+        rows_of(tmp_path / "once", "val.bin")
+    )
 
 
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, corpus, data_dir):
     texts = corpus.read_text().split("\n\n")
     with gzip.open(tmp_path / "a.txt.gz", "wt", newline="\r\n") as f:
         f.write(corpus.read_text())
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"id": 1, "body": t}) + "\n" for t in texts))
-    pyarrow.parquet.write_table(pyarrow.table({"x": range(len(texts)), "body": texts}), tmp_path / "c.parquet")
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps({"id": 1, "body": t}) + "\n" for t in texts)
+    )
+    pyarrow.parquet.write_table(
+        pyarrow.table({"x": range(len(texts)), "body": texts}), tmp_path / "c.parquet"
+    )
     with gzip.open(tmp_path / "d.jsonl.gz", "wb") as f:
         f.write((tmp_path / "b.jsonl").read_bytes())
     for name in ("a.txt.gz", "b.jsonl", "c.parquet", "d.jsonl.gz"):
@@ -154,17 +171,30 @@ def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir):
 
 
 def test_the_size_of_a_file_that_cannot_be_read_is_no_reason_to_stop(tmp_path, monkeypatch):
-    for name, content in (("a.txt", b"x" * 40), ("b.txt.gz", gzip.compress(b"y" * 999)), ("c.txt.gz", b"no gzip" * 9)):
+    for name, content in (
+        ("a.txt", b"x" * 40),
+        ("b.txt.gz", gzip.compress(b"y" * 999)),
+        ("c.txt.gz", b"no gzip" * 9),
+    ):
         (tmp_path / name).write_bytes(content)
     sizes = [module.raw_size(str(tmp_path / name)) for name in ("a.txt", "b.txt.gz", "c.txt.gz")]
     assert sizes == [40, 999, 63]
     parts = [gzip.compress(os.urandom(n)) for n in (3000, 2)]
     (tmp_path / "parts.txt.gz").write_bytes(b"".join(parts))
-    assert module.raw_size(str(tmp_path / "parts.txt.gz")) == sum(map(len, parts))  # the trailer says 2
-    texts = pyarrow.table({"text": [f"{i} times the same" for i in range(50_000)], "x": np.random.rand(50_000)})
+    assert module.raw_size(str(tmp_path / "parts.txt.gz")) == sum(
+        map(len, parts)
+    )  # the trailer says 2
+    texts = pyarrow.table(
+        {"text": [f"{i} times the same" for i in range(50_000)], "x": np.random.rand(50_000)}
+    )
     pyarrow.parquet.write_table(texts, tmp_path / "d.parquet", compression="zstd")
     size = os.path.getsize(tmp_path / "d.parquet")
-    assert 0.9 < module.raw_size(str(tmp_path / "d.parquet")) / sum(len(t) for t in texts["text"].to_pylist()) < 2, size
+    assert (
+        0.9
+        < module.raw_size(str(tmp_path / "d.parquet"))
+        / sum(len(t) for t in texts["text"].to_pylist())
+        < 2
+    ), size
 
     def refuse(*args):
         raise PermissionError(13, "Permission denied")
@@ -178,7 +208,9 @@ def test_limits(tmp_path, corpus):
     assert few["counts"]["read"] == 30
     short, _ = prepare(tmp_path / "short", corpus, max_tokens=40000)
     assert 40000 <= short["counts"]["tokens_read"] < 40000 + 3000
-    assert short["counts"]["tokens_read"] == short["counts"]["tokens"] + short["counts"]["val_tokens"]
+    assert (
+        short["counts"]["tokens_read"] == short["counts"]["tokens"] + short["counts"]["val_tokens"]
+    )
 
 
 def test_a_limit_on_tokens_holds_out_the_same_whatever_the_filter(tmp_path, corpus, data_dir):
@@ -187,7 +219,9 @@ def test_a_limit_on_tokens_holds_out_the_same_whatever_the_filter(tmp_path, corp
     for name, ratio in (("loose", 0.0), ("strict", median)):
         meta, _ = prepare(tmp_path / name, corpus, filter_ratio=ratio, max_tokens=40000)
         assert (meta["counts"]["filtered"] > 0) == (name == "strict")
-    assert (tmp_path / "loose" / "val.bin").read_bytes() == (tmp_path / "strict" / "val.bin").read_bytes()
+    assert (tmp_path / "loose" / "val.bin").read_bytes() == (
+        tmp_path / "strict" / "val.bin"
+    ).read_bytes()
 
 
 @given(st.lists(st.sampled_from(["a", "bb", "", "  "])))
@@ -199,14 +233,26 @@ def test_blank_lines_end_documents(lines):
 
 def test_a_text_without_blank_lines_is_cut(monkeypatch):
     monkeypatch.setattr(module, "MAX_DOCUMENT", 10)
-    assert [d.split("\n") for d in join_lines(["abcd"] * 7)] == [["abcd"] * 3, ["abcd"] * 3, ["abcd"]]
+    assert [d.split("\n") for d in join_lines(["abcd"] * 7)] == [
+        ["abcd"] * 3,
+        ["abcd"] * 3,
+        ["abcd"],
+    ]
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_nothing_finished_and_the_next_one_completes(tmp_path, corpus, data_dir):
+def test_a_killed_run_leaves_nothing_finished_and_the_next_one_completes(
+    tmp_path, corpus, data_dir
+):
     folder = tmp_path / "data"
     flags = [f"--{k}={v}" for k, v in SMALL_DATA.items()]
-    command = [sys.executable, str(ROOT / "prepare.py"), f"--source={corpus}", f"--data_dir={folder}", *flags]
+    command = [
+        sys.executable,
+        str(ROOT / "prepare.py"),
+        f"--source={corpus}",
+        f"--data_dir={folder}",
+        *flags,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not folder.with_name("data.partial").exists() and process.poll() is None:
         time.sleep(0.002)
@@ -214,7 +260,10 @@ def test_a_killed_run_leaves_nothing_finished_and_the_next_one_completes(tmp_pat
     process.wait()
     assert not folder.exists() and folder.with_name("data.partial").exists()
     _, printed = prepare(folder, corpus)
-    assert "leftover of a run that did not finish" in printed and not folder.with_name("data.partial").exists()
+    assert (
+        "leftover of a run that did not finish" in printed
+        and not folder.with_name("data.partial").exists()
+    )
     for name in ("tokenizer.json", "train.bin", "val.bin"):
         assert (folder / name).read_bytes() == (data_dir / name).read_bytes()
 
@@ -223,8 +272,13 @@ def test_a_finished_set_is_kept(tmp_path, corpus, data_dir):
     before = {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()}
     same = script("prepare.py", source=corpus, data_dir=data_dir, **SMALL_DATA)
     assert same.returncode == 0 and "nothing to do" in last_line(same)
-    other = script("prepare.py", source=corpus, data_dir=data_dir, **(SMALL_DATA | {"order": "curriculum"}))
-    assert other.returncode == 1 and "other settings (order 'shuffle' -> 'curriculum')" in last_line(other)
+    other = script(
+        "prepare.py", source=corpus, data_dir=data_dir, **(SMALL_DATA | {"order": "curriculum"})
+    )
+    assert (
+        other.returncode == 1
+        and "other settings (order 'shuffle' -> 'curriculum')" in last_line(other)
+    )
     assert before == {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()}
 
 
@@ -249,12 +303,21 @@ def test_slips_are_one_line(tmp_path, corpus):
         (dict(source=tmp_path / "empty.txt"), "no text in"),
         (dict(source="nobody/nothing"), "no text in nobody/nothing; nobody/nothing: "),
         (dict(source=tmp_path / "short.txt"), "the text yields a vocabulary of only"),
-        (dict(source=tmp_path / "single.txt"), "of 1 documents was held out: type --val_share=0.5, or give"),
+        (
+            dict(source=tmp_path / "single.txt"),
+            "of 1 documents was held out: type --val_share=0.5, or give",
+        ),
         (dict(source=corpus, data_dir=linked), "is a link or a mount point"),
-        (dict(source=tmp_path / "short.txt", vocab_size=261, val_share=1e-9), "fewer than one row of 128"),
+        (
+            dict(source=tmp_path / "short.txt", vocab_size=261, val_share=1e-9),
+            "fewer than one row of 128",
+        ),
         (dict(source=corpus, val_share=1e-8), "type --val_share=1e-07"),
         (dict(source=corpus, vocab_size=70000), "vocab_size=70000 cannot work"),
-        (dict(source=corpus, order="random"), "order=random cannot work: it must be shuffle or curriculum"),
+        (
+            dict(source=corpus, order="random"),
+            "order=random cannot work: it must be shuffle or curriculum",
+        ),
         (dict(source=corpus, data_dir=mine), "is no data set of prepare.py"),
         (dict(source=corpus, data_dir=tmp_path / "strange"), "files that prepare.py did not write"),
         (dict(source=corpus, data_dir=corpus / "below"), "File exists"),

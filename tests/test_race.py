@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import race
-from configurator import assignments, configure, settings
+from nanocram.configurator import assignments, configure, settings
 
 CURVES = st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.01, 1)), min_size=2, max_size=12)
 
@@ -51,15 +51,50 @@ def test_the_rule_that_shrinks_recipes():
         values = settings(ROOT / "train.py") | assignments(ROOT / "config" / name)
         return race.shrunken({key: value for key, (value, _) in values.items()}, 4, 3, 64)
 
-    assert small("crammed.py") == {"n_layer": 4, "n_narrow": 0, "n_head": 4, "n_embd": 256, "n_inner": 512,
-                                   "micro_batch": 32, "batch_size": 128, "batch_start": 32, "lr": 0.003}  # fmt: skip
+    assert small("crammed.py") == {
+        "n_layer": 4,
+        "n_narrow": 0,
+        "n_head": 4,
+        "n_embd": 256,
+        "n_inner": 512,
+        "micro_batch": 32,
+        "batch_size": 128,
+        "batch_start": 32,
+        "lr": 0.003,
+    }
     assert {k: small("bert.py")[k] for k in ("n_layer", "n_embd", "n_inner", "batch_size")} == {
-        "n_layer": 3, "n_embd": 256, "n_inner": 1024, "batch_size": 32}  # fmt: skip
+        "n_layer": 3,
+        "n_embd": 256,
+        "n_inner": 1024,
+        "batch_size": 32,
+    }
     assert {k: small("izsak.py")[k] for k in ("n_layer", "n_head", "n_embd", "n_inner")} == {
-        "n_layer": 6, "n_head": 5, "n_embd": 320, "n_inner": 1344}  # fmt: skip
-    assert [small("narrow.py")[k] for k in ("n_layer", "n_narrow", "lr")] == [4, 3, 0.004]  # Muon's rates stay
-    two = race.shrunken({"n_layer": 16, "n_narrow": 12, "n_head": 1, "n_embd": 64, "n_inner": 64, "batch_size": 32,
-                         "batch_start": 32, "lr": 1, "optimizer": "adam"}, 8, 1, 1)  # fmt: skip
+        "n_layer": 6,
+        "n_head": 5,
+        "n_embd": 320,
+        "n_inner": 1344,
+    }
+    assert [small("narrow.py")[k] for k in ("n_layer", "n_narrow", "lr")] == [
+        4,
+        3,
+        0.004,
+    ]  # Muon's rates stay
+    two = race.shrunken(
+        {
+            "n_layer": 16,
+            "n_narrow": 12,
+            "n_head": 1,
+            "n_embd": 64,
+            "n_inner": 64,
+            "batch_size": 32,
+            "batch_start": 32,
+            "lr": 1,
+            "optimizer": "adam",
+        },
+        8,
+        1,
+        1,
+    )
     assert (two["n_layer"], two["n_narrow"]) == (2, 1)
 
 
@@ -68,24 +103,54 @@ def test_slips_are_one_line(tmp_path, data_dir, monkeypatch):
     small = "config/tiny.py"
     for args, message in (
         (["config/nowhere.py"], "config/nowhere.py not found: name a recipe"),
-        ([f"{small}+muon", f"--data_dir={data_dir}"], "tiny+muon: command line: train.py has no setting muon"),
+        (
+            [f"{small}+muon", f"--data_dir={data_dir}"],
+            "tiny+muon: command line: train.py has no setting muon",
+        ),
         ([], "name at least one recipe, each of them once"),
         ([small, small], "name at least one recipe, each of them once"),
         ([small, "--lr", "3"], "--lr has no value: write --lr=VALUE"),
-        ([small, "--data_dir=nowhere"], "nowhere holds no data: run python prepare.py --data_dir=nowhere first"),
+        (
+            [small, "--data_dir=nowhere"],
+            "nowhere holds no data: run python prepare.py --data_dir=nowhere first",
+        ),
         ([small, "--n_layers=3"], "race.py has no setting n_layers; did you mean n_layer?"),
         (["--plot=nowhere"], "nowhere holds no finished run of train.py"),
-        ([small, f"{small}+lrr=1", f"--data_dir={data_dir}"], "tiny+lrr=1: command line: train.py has no setting lrr"),
-        ([small, f"{small}+lr=fast", f"--data_dir={data_dir}"], "tiny+lr=fast: command line: lr='fast' should be of"),
-        ([small, f"{small}+optimizer=adamx", f"--data_dir={data_dir}"], "adamx: optimizer=adamx cannot work: it must"),
+        (
+            [small, f"{small}+lrr=1", f"--data_dir={data_dir}"],
+            "tiny+lrr=1: command line: train.py has no setting lrr",
+        ),
+        (
+            [small, f"{small}+lr=fast", f"--data_dir={data_dir}"],
+            "tiny+lr=fast: command line: lr='fast' should be of",
+        ),
+        (
+            [small, f"{small}+optimizer=adamx", f"--data_dir={data_dir}"],
+            "adamx: optimizer=adamx cannot work: it must",
+        ),
         ([small, f"{small}+evals=3", f"--data_dir={data_dir}"], "evals is one for all contenders"),
-        ([small, f"{small}+init=resume", f"--data_dir={data_dir}"], "init is one for all contenders"),
+        (
+            [small, f"{small}+init=resume", f"--data_dir={data_dir}"],
+            "init is one for all contenders",
+        ),
         ([small, f"{small}+seed=3", f"--data_dir={data_dir}"], "seed is one for all contenders"),
-        ([small, f"{small}+lr=1", f"--data_dir={data_dir}", "--lr=2"], "lr is one for all contenders"),
-        ([small, f"--data_dir={data_dir}", "--shrink=4,3"], "shrink=4,3 should be three numbers, like 4,3,64"),
-        ([small, f"--data_dir={data_dir}", "--shrink=4,x,0"], "shrink=4,x,0 should be three numbers"),
+        (
+            [small, f"{small}+lr=1", f"--data_dir={data_dir}", "--lr=2"],
+            "lr is one for all contenders",
+        ),
+        (
+            [small, f"--data_dir={data_dir}", "--shrink=4,3"],
+            "shrink=4,3 should be three numbers, like 4,3,64",
+        ),
+        (
+            [small, f"--data_dir={data_dir}", "--shrink=4,x,0"],
+            "shrink=4,x,0 should be three numbers",
+        ),
         ([small, f"--data_dir={data_dir}", "--seed=3"], "seed is for race.py to set"),
-        ([small, f"--data_dir={data_dir}", "--n_head=3"], "n_embd=128 must be an even multiple of n_head=3"),
+        (
+            [small, f"--data_dir={data_dir}", "--n_head=3"],
+            "n_embd=128 must be an even multiple of n_head=3",
+        ),
     ):
         flags = [*(arg for arg in args if arg.startswith("--")), f"--out_dir={tmp_path / 'race'}"]
         own = {name: getattr(race, name) for name in settings(race.__file__)}
@@ -111,7 +176,9 @@ def test_no_run_takes_what_another_has_compiled(tmp_path, monkeypatch):
     monkeypatch.setattr(race.subprocess, "run", fails)
     for _ in range(2):
         with pytest.raises(SystemExit, match="did not come to its end"):
-            race.run(race.Contender("mine", "mine.py", {}), {"out_dir": str(tmp_path / "mine")}, {}, "")
+            race.run(
+                race.Contender("mine", "mine.py", {}), {"out_dir": str(tmp_path / "mine")}, {}, ""
+            )
     assert caches[0] != caches[1] and not any(Path(cache).exists() for cache in caches)
 
 
@@ -120,8 +187,15 @@ def test_a_race(tmp_path, data_dir):
     model = {k: v for k, v in SMALL_MODEL.items() if k not in ("eval_rows", "evals", "vocab_size")}
     recipe = tmp_path / "mine.py"
     recipe.write_text("".join(f"{name} = {value!r}\n" for name, value in model.items()))
-    options = {"data_dir": data_dir, "out_dir": tmp_path / "race", "budget_hours": 4 / 3600, "seeds": 1, "evals": 3,
-               "eval_rows": 16, "log_every": 5}  # fmt: skip
+    options = {
+        "data_dir": data_dir,
+        "out_dir": tmp_path / "race",
+        "budget_hours": 4 / 3600,
+        "seeds": 1,
+        "evals": 3,
+        "eval_rows": 16,
+        "log_every": 5,
+    }
     contenders = [recipe, f"{recipe}+optimizer=adamw+lr=2e-3"]
     done = script("race.py", *contenders, **options)
     assert done.returncode == 0, done.stdout
@@ -143,18 +217,35 @@ def test_a_race(tmp_path, data_dir):
     again = script("race.py", *contenders, **options)
     assert again.stdout.count("is there already") == 2 and "| mine |" in again.stdout
     assert not (tmp_path / "race" / "mine-0.1").exists()
-    folder, values = tmp_path / "race" / "mine-0", race.load_run(tmp_path / "race" / "mine-0")[0]["settings"]
-    assert race.is_done(folder, values, facts["data"]) and not race.is_done(folder, values, "other data")
+    folder, values = (
+        tmp_path / "race" / "mine-0",
+        race.load_run(tmp_path / "race" / "mine-0")[0]["settings"],
+    )
+    assert race.is_done(folder, values, facts["data"]) and not race.is_done(
+        folder, values, "other data"
+    )
     assert not race.is_done(folder, values | {"log_every": 6}, facts["data"])
-    folders = ",".join(str(shutil.copytree(tmp_path / "race" / f"{n}-0", tmp_path / n[-1])) for n in names)
+    folders = ",".join(
+        str(shutil.copytree(tmp_path / "race" / f"{n}-0", tmp_path / n[-1])) for n in names
+    )
     drawn = script("race.py", plot=folders, out_dir=tmp_path / "drawn")
-    assert drawn.returncode == 0 and "| e |" in drawn.stdout and "| 3 |" in drawn.stdout, drawn.stdout
+    assert drawn.returncode == 0 and "| e |" in drawn.stdout and "| 3 |" in drawn.stdout, (
+        drawn.stdout
+    )
     assert (tmp_path / "drawn" / "race.png").exists()
     for seed, optimizer in enumerate(("muon", "muon", "adamw")):  # seeds of one recipe are one line
         shutil.copytree(folders.split(",")[0], again := tmp_path / f"both-{seed}")
-        text = json.dumps(facts | {"settings": facts["settings"] | {"seed": seed, "optimizer": optimizer}})
+        text = json.dumps(
+            facts | {"settings": facts["settings"] | {"seed": seed, "optimizer": optimizer}}
+        )
         (again / "run.json").write_text(text)
-    drawn = script("race.py", plot=",".join(f"{tmp_path}/both-{i}" for i in (1, 2, 0)), out_dir=tmp_path / "drawn")
-    assert [drawn.stdout.count(f"| {tmp_path}/both-{i} |") for i in range(3)] == [1, 0, 1], drawn.stdout
+    drawn = script(
+        "race.py",
+        plot=",".join(f"{tmp_path}/both-{i}" for i in (1, 2, 0)),
+        out_dir=tmp_path / "drawn",
+    )
+    assert [drawn.stdout.count(f"| {tmp_path}/both-{i} |") for i in range(3)] == [1, 0, 1], (
+        drawn.stdout
+    )
     with open(tmp_path / "drawn" / "race.csv") as f:
         assert [row["seed"] for row in csv.DictReader(f)] == ["0", "1", "2"]

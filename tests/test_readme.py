@@ -16,7 +16,7 @@ from conftest import ROOT, SMALL_DATA, SMALL_MODEL
 from test_finetune_glue import model_folder
 
 import train
-from configurator import SCRIPTS, configure, settings
+from nanocram.configurator import SCRIPTS, configure, settings
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TINY = {k: v for k, v in SMALL_MODEL.items() if k not in ("samples", "evals", "eval_rows")}
@@ -29,7 +29,9 @@ def commands():
         values = {}
         for line in block.replace("\\\n", " ").splitlines():
             line = line.split("  #")[0].strip()
-            assigned = re.fullmatch(r'(?:export )?([A-Z_]+)="?(.*?)"?', line) or re.match(r"for (\w+) in (\w+)", line)
+            assigned = re.fullmatch(r'(?:export )?([A-Z_]+)="?(.*?)"?', line) or re.match(
+                r"for (\w+) in (\w+)", line
+            )
             if assigned:
                 values[assigned[1]] = assigned[2]
             elif line not in ("", "done"):
@@ -45,7 +47,9 @@ def test_every_command_has_flags_and_recipes_that_exist(monkeypatch):
     for command in commands():
         program, *args = shlex.split(command)
         if program == "pip":
-            assert args[0] == "install" and all((ROOT / a).exists() for a in args if a.endswith(".txt"))
+            assert args[0] == "install" and all(
+                (ROOT / a).exists() for a in args if a.endswith(".txt")
+            )
             continue
         if program == "hf":
             continue
@@ -55,7 +59,9 @@ def test_every_command_has_flags_and_recipes_that_exist(monkeypatch):
             continue
         name, *args = args
         assert name in SCRIPTS, command
-        args = [re.sub(r"\+\S+", "", a) if name == "race.py" else a for a in args]  # changes of a contender
+        args = [
+            re.sub(r"\+\S+", "", a) if name == "race.py" else a for a in args
+        ]  # changes of a contender
         flags = [a for a in args if a.startswith("--")] if name == "race.py" else args
         assert all((ROOT / a).is_file() for a in args if not a.startswith("--")), command
         also = "train.py" if name in ("bench.py", "race.py") else ""
@@ -89,10 +95,18 @@ def workplace(tmp_path, data_dir, corpus, glue_files, monkeypatch):
 
 SHORT = {  # appended to every command, so that it takes a second or two
     "prepare.py": SMALL_DATA,
-    "train.py": TINY | {"data_dir": "data/ready", "max_steps": 2, "eval_rows": 8, "evals": 1, "n_narrow": 0},
+    "train.py": TINY
+    | {"data_dir": "data/ready", "max_steps": 2, "eval_rows": 8, "evals": 1, "n_narrow": 0},
     "bench.py": TINY | {"data_dir": "data/ready", "bench_steps": 2, "batch_size": 8},
     "race.py": {k: v for k, v in TINY.items() if k not in ("vocab_size", "samples")}
-    | {"n_narrow": 0, "data_dir": "data/ready", "max_steps": 2, "seeds": 1, "evals": 1, "eval_rows": 8},
+    | {
+        "n_narrow": 0,
+        "data_dir": "data/ready",
+        "max_steps": 2,
+        "seeds": 1,
+        "evals": 1,
+        "eval_rows": 8,
+    },
     "finetune_glue.py": {"seeds": 1, "epochs": 1, "dtype": "float32", "glue_dir": "GLUE"},
 }
 ELSEWHERE = {  # why a command is not run here
@@ -123,7 +137,8 @@ def runnable(script):
 
 def test_nothing_is_left_out_without_a_reason():
     assert sum(map(len, map(runnable, SCRIPTS))) + sum(
-        any(re.match(pattern, c) for pattern in ELSEWHERE) for c in commands()) == len(commands())  # fmt: skip
+        any(re.match(pattern, c) for pattern in ELSEWHERE) for c in commands()
+    ) == len(commands())
     assert all(any(re.match(pattern, c) for c in commands()) for pattern in ELSEWHERE)
 
 
@@ -131,7 +146,9 @@ def test_nothing_is_left_out_without_a_reason():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_can_run_here_runs(workplace, data_dir, name):
     """All commands of a script one after the other, each with SHORT behind what stands there."""
-    for model in ("NAME", "small54", "fineweb_edu", "mini/mini-0") if name == "finetune_glue.py" else ():
+    for model in (
+        ("NAME", "small54", "fineweb_edu", "mini/mini-0") if name == "finetune_glue.py" else ()
+    ):
         model_folder(workplace / "out" / model, data_dir)
     lines = []
     for command in runnable(name):
@@ -140,9 +157,19 @@ def test_what_can_run_here_runs(workplace, data_dir, name):
             args = [*args[:3], *(a for a in args[3:] if a.startswith("--"))]
         lines.append([*args, *(f"--{k}={v}" for k, v in SHORT[name].items())])
     assert len(lines) > 1
-    ours = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # threads do not survive a fork
-    done = subprocess.run([sys.executable, "-c", ONE_BY_ONE], input=json.dumps(lines), text=True, timeout=280,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=ours)  # fmt: skip
+    ours = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }  # threads do not survive a fork
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_BY_ONE],
+        input=json.dumps(lines),
+        text=True,
+        timeout=280,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=ours,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert done.stdout.count("\n+ ") + done.stdout.startswith("+ ") == len(lines)
 
@@ -160,5 +187,7 @@ def test_the_pictures_and_files_that_it_names_are_there():
 
 def test_help_reads_well_at_100_columns():
     for name in SCRIPTS:
-        shown = subprocess.run([sys.executable, str(ROOT / name), "--help"], capture_output=True, text=True).stdout
+        shown = subprocess.run(
+            [sys.executable, str(ROOT / name), "--help"], capture_output=True, text=True
+        ).stdout
         assert len(shown) > 1000 and all(len(line) <= 100 for line in shown.splitlines()), name

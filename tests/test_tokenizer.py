@@ -3,7 +3,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tokenizer import CLS, MASK, SEP, Tokenizer, normalise, normaliser_steps, train_tokenizer
+from nanocram.tokenizer import (
+    CLS,
+    MASK,
+    SEP,
+    Tokenizer,
+    normalise,
+    normaliser_steps,
+    train_tokenizer,
+)
 
 PROSE = st.text(alphabet="abAB éÉ01.,;'\"`-—“”… \t\n[MASK]()", max_size=200)
 
@@ -36,9 +44,24 @@ def test_ids_equal_transformers_on_prose(pair, text):
     agree(pair, text)
 
 
-@pytest.mark.parametrize("text", ["", " ", "a" * 5000, " " * 5000, "." * 5000, "1" * 5000, "é" * 500, "日本語" * 300,
-                                  "e\u0301" * 300, "\x00\x01\x7f", "👩‍👩‍👧 family", "[MASK] [CLS]",
-                                  "ſ K İ ς"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "a" * 5000,
+        " " * 5000,
+        "." * 5000,
+        "1" * 5000,
+        "é" * 500,
+        "日本語" * 300,
+        "e\u0301" * 300,
+        "\x00\x01\x7f",
+        "👩‍👩‍👧 family",
+        "[MASK] [CLS]",
+        "ſ K İ ς",
+    ],
+)
 def test_ids_equal_transformers_on_the_awkward(pair, text):
     agree(pair, text)
 
@@ -57,7 +80,12 @@ def test_a_million_spaces_and_a_million_letters(pair):
 
 def test_special_ids_and_templates(pair):
     ours, theirs = pair
-    assert [theirs.pad_token_id, theirs.cls_token_id, theirs.sep_token_id, theirs.mask_token_id] == [0, 1, 2, 3]
+    assert [
+        theirs.pad_token_id,
+        theirs.cls_token_id,
+        theirs.sep_token_id,
+        theirs.mask_token_id,
+    ] == [0, 1, 2, 3]
     a, b = ours.encode("a b").tolist(), ours.encode("c.").tolist()
     assert theirs("a b")["input_ids"] == [CLS, *a, SEP]
     assert theirs("a b", "c.")["input_ids"] == [CLS, *a, SEP, *b, SEP]
@@ -68,13 +96,23 @@ def test_a_mask_in_a_sentence_leaves_its_neighbours_as_in_running_text(pair):
     ours, theirs = pair
     ids = theirs("the door of the [MASK] is open.")["input_ids"]
     at = ids.index(MASK)
-    assert ids[1:at] == ours.encode("the door of the").tolist() and ids[at + 1 : -1] == ours.encode("is open.").tolist()
+    assert (
+        ids[1:at] == ours.encode("the door of the").tolist()
+        and ids[at + 1 : -1] == ours.encode("is open.").tolist()
+    )
     assert theirs("open the [MASK].")["input_ids"][-2] == ours.encode("door.").tolist()[-1]
 
 
 def test_normalisation_follows_the_paper():
-    assert normalise("``Naïve''  Café,\n\tÆon — Ωmega “x” ‘y’ K", "ascii") == '"naive" cafe, on-- mega"x"\'y\' k'
-    assert normalise("Do n't stop .", "ascii") == normalise("do n't  stop.", "ascii") == " do n't stop."
+    assert (
+        normalise("``Naïve''  Café,\n\tÆon — Ωmega “x” ‘y’ K", "ascii")
+        == '"naive" cafe, on-- mega"x"\'y\' k'
+    )
+    assert (
+        normalise("Do n't stop .", "ascii")
+        == normalise("do n't  stop.", "ascii")
+        == " do n't stop."
+    )
     assert normalise("Ünïcode STAYS , here", "plain") == " Ünïcode STAYS, here"
     assert normalise(" \n ", "ascii") == normalise("日本", "ascii") == ""
 
@@ -88,14 +126,20 @@ def test_normalisation_equals_the_tokenizers_library(text, mode):
     from tokenizers import models
 
     spec = json.loads(Library(models.BPE()).to_str()) | {"normalizer": normaliser_steps(mode)}
-    assert Library.from_str(json.dumps(spec)).normalizer.normalize_str(text) == normalise(text, mode)
+    assert Library.from_str(json.dumps(spec)).normalizer.normalize_str(text) == normalise(
+        text, mode
+    )
 
 
 def test_digits_punctuation_and_words_never_share_a_token(pair):
     ours, _ = pair
     for i in range(4, ours.vocab_size):
         entry = ours.encoding.decode_single_token_bytes(i).decode("utf-8", "replace").strip()
-        kinds = {"digit" if c.isdigit() else "letter" if c.isalpha() else "mark" for c in entry if c.isascii()}
+        kinds = {
+            "digit" if c.isdigit() else "letter" if c.isalpha() else "mark"
+            for c in entry
+            if c.isascii()
+        }
         assert len(kinds) <= 1, entry
         assert sum(c.isdigit() for c in entry) <= 2, entry
 
@@ -109,6 +153,9 @@ def test_a_foreign_file_is_refused(tmp_path, pair):
 
 
 def test_too_little_text_names_a_size_that_works(tmp_path):
-    for texts, advice in (([], "260 entries: give more text"), (["ab ab"], r"type --vocab_size=26\d, or give more")):
+    for texts, advice in (
+        ([], "260 entries: give more text"),
+        (["ab ab"], r"type --vocab_size=26\d, or give more"),
+    ):
         with pytest.raises(SystemExit, match=advice):
             train_tokenizer(texts, 600, "plain", tmp_path)

@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import checkpoint
-import machine
-import record
 import train as module
 from model import MaskedLM, ModelConfig
+from nanocram import checkpoint, machine, record
 
 PROGRESS = st.floats(0, 1)
 
@@ -31,7 +29,9 @@ def setting(monkeypatch):
 
 def test_trapezoid(setting):
     setting(schedule="trapezoid", warmup=0.01, cooldown=0.65)
-    assert [module.lr_scale(p) for p in (0, 0.005, 0.01, 0.2, 0.35, 1)] == pytest.approx([0, 0.5, 1, 1, 1, 0])
+    assert [module.lr_scale(p) for p in (0, 0.005, 0.01, 0.2, 0.35, 1)] == pytest.approx(
+        [0, 0.5, 1, 1, 1, 0]
+    )
     assert module.lr_scale(1) == 0
     assert module.lr_scale(0.675) == pytest.approx(0.5)
     setting(warmup=0.0, cooldown=0.0)
@@ -55,7 +55,12 @@ def test_cosine_and_linear(setting, schedule):
     assert module.lr_scale(0) == 1
 
 
-@given(PROGRESS, PROGRESS, st.sampled_from(["trapezoid", "triangle", "cosine", "linear"]), st.sampled_from([0, 0.01]))
+@given(
+    PROGRESS,
+    PROGRESS,
+    st.sampled_from(["trapezoid", "triangle", "cosine", "linear"]),
+    st.sampled_from([0, 0.01]),
+)
 def test_rates_stay_in_range_and_fall_at_the_end(a, b, schedule, warmup):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "schedule", schedule)
@@ -68,12 +73,22 @@ def test_rates_stay_in_range_and_fall_at_the_end(a, b, schedule, warmup):
 @given(PROGRESS, st.sampled_from([64, 96, 128, 512]))
 def test_the_papers_batch_ramp(t, mbs):
     with pytest.MonkeyPatch.context() as patch:
-        ramp = {"micro_batch": mbs, "batch_size": 8192 // mbs * mbs, "batch_start": mbs, "batch_ramp": 0.6}
+        ramp = {
+            "micro_batch": mbs,
+            "batch_size": 8192 // mbs * mbs,
+            "batch_start": mbs,
+            "batch_ramp": 0.6,
+        }
         for name, value in ramp.items():
             patch.setattr(module, name, value)
         full = module.batch_size
-        assert module.batch_rows(t) == min(mbs * (math.floor(full * t / (0.60 * mbs)) + 1), full) or t >= 0.6
-        assert module.batch_rows(0) == mbs and module.batch_rows(0.6) == module.batch_rows(1) == full
+        assert (
+            module.batch_rows(t) == min(mbs * (math.floor(full * t / (0.60 * mbs)) + 1), full)
+            or t >= 0.6
+        )
+        assert (
+            module.batch_rows(0) == mbs and module.batch_rows(0.6) == module.batch_rows(1) == full
+        )
 
 
 @given(PROGRESS, PROGRESS)
@@ -97,7 +112,9 @@ def test_no_ramp(setting):
 
 
 def small():
-    return MaskedLM(ModelConfig(vocab_size=90, n_layer=2, n_head=2, n_embd=16, n_inner=24, norm_bias=True))
+    return MaskedLM(
+        ModelConfig(vocab_size=90, n_layer=2, n_head=2, n_embd=16, n_inner=24, norm_bias=True)
+    )
 
 
 def test_muon_gets_the_blocks_matrices_and_nothing_else_decays_but_tables(setting):
@@ -106,20 +123,30 @@ def test_muon_gets_the_blocks_matrices_and_nothing_else_decays_but_tables(settin
     adam, muon = module.build_optimizers(dict(model.named_parameters()))
     names = {id(p): name for name, p in model.named_parameters()}
     matrices = {names[id(p)] for g in muon.param_groups for p in g["params"]}
-    assert matrices == {f"model.layers.{i}.{m}.weight" for i in (0, 1) for m in
-                        ("attn.Wq", "attn.Wk", "attn.Wv", "attn.Wo", "mlp.Wi", "mlp.Wo")}  # fmt: skip
+    assert matrices == {
+        f"model.layers.{i}.{m}.weight"
+        for i in (0, 1)
+        for m in ("attn.Wq", "attn.Wk", "attn.Wv", "attn.Wo", "mlp.Wi", "mlp.Wo")
+    }
     decay = {names[id(p)]: g["weight_decay"] for g in adam.param_groups for p in g["params"]}
     assert set(decay) | matrices == set(names.values()) and not set(decay) & matrices
-    assert {k for k, w in decay.items() if w} == {"model.embeddings.tok_embeddings.weight", "head.dense.weight"}
+    assert {k for k, w in decay.items() if w} == {
+        "model.embeddings.tok_embeddings.weight",
+        "head.dense.weight",
+    }
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)]
+)
 def test_adam_and_adamw_hold_everything(setting, name, kind):
     setting(optimizer=name, weight_decay=0.1)
     model = small()
     (only,) = module.build_optimizers(dict(model.named_parameters()))
     assert type(only) is kind
-    assert {id(p) for g in only.param_groups for p in g["params"]} == {id(p) for p in model.parameters()}
+    assert {id(p) for g in only.param_groups for p in g["params"]} == {
+        id(p) for p in model.parameters()
+    }
 
 
 def new_run(train, amp_dtype=torch.float32):
@@ -131,7 +158,9 @@ def new_run(train, amp_dtype=torch.float32):
 @pytest.mark.parametrize("rate_end", [0.3, 0.15])
 def test_accumulation_gives_the_gradient_of_one_big_batch(train, monkeypatch, rate_end):
     """Gradients of one step over 8 micro-batches against one plain loss over all their rows, by hand."""
-    monkeypatch.setattr(train, "zero_init", False)  # or half of the gradients would be zero on both sides
+    monkeypatch.setattr(
+        train, "zero_init", False
+    )  # or half of the gradients would be zero on both sides
     monkeypatch.setattr(train, "batch_size", 64)
     monkeypatch.setattr(train, "batch_start", 64)
     monkeypatch.setattr(train, "mask_rate_end", rate_end)
@@ -147,8 +176,14 @@ def test_accumulation_gives_the_gradient_of_one_big_batch(train, monkeypatch, ra
     run.model.zero_grad()
 
     seen = {}
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda ps, limit: seen.update(
-        {k: p.grad.clone() for k, p in run.model.named_parameters()}) or torch.tensor(1.0))  # fmt: skip
+    monkeypatch.setattr(
+        torch.nn.utils,
+        "clip_grad_norm_",
+        lambda ps, limit: (
+            seen.update({k: p.grad.clone() for k, p in run.model.named_parameters()})
+            or torch.tensor(1.0)
+        ),
+    )
     assert run.train_step(0.5)
     for name, gradient in expected.items():
         assert torch.allclose(seen[name], gradient, atol=1e-6), name
@@ -162,12 +197,20 @@ def test_one_synchronisation_a_step(train, monkeypatch, name, amp_dtype):
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if op.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"):
+            if op.overloadpacket.__name__ in (
+                "_local_scalar_dense",
+                "nonzero",
+                "masked_select",
+                "equal",
+                "is_nonzero",
+            ):
                 asked.append(op)
             return op(*args, **(kwargs or {}))
 
     tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append("tolist") or tolist(tensor))
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda tensor: asked.append("tolist") or tolist(tensor)
+    )
     monkeypatch.setattr(train, "optimizer", name)
     monkeypatch.setattr(train, "batch_size", 32)
     run = new_run(train, amp_dtype)
@@ -177,7 +220,9 @@ def test_one_synchronisation_a_step(train, monkeypatch, name, amp_dtype):
         with Watch():
             assert run.train_step(1.0)  # four micro-batches
         assert run.state["skipped"] == 0
-        scale = [op for op in asked if op != "tolist"]  # GradScaler.update() of a CPU; on a GPU that is one kernel
+        scale = [
+            op for op in asked if op != "tolist"
+        ]  # GradScaler.update() of a CPU; on a GPU that is one kernel
         assert len(asked) == 1 + len(scale) and len(scale) <= (amp_dtype == torch.float16)
     with Watch():
         run.model.decoder.bias[0].item()  # this would have been seen
@@ -248,7 +293,10 @@ def test_reserve_is_kept_for_the_last_evaluation_and_save(train, monkeypatch):
     run.saved_at = -math.inf
     for run.saved_steps in (-1, 5):  # not yet saved by this process, and due again
         done.clear()
-        for now, wanted in ((87.0, []), (85.0, ["saved"])):  # 1 s are left, 3 s: too little for an evaluation, a save
+        for now, wanted in (
+            (87.0, []),
+            (85.0, ["saved"]),
+        ):  # 1 s are left, 3 s: too little for an evaluation, a save
             monkeypatch.setattr(run, "elapsed", lambda now=now: now)
             module.keep_record(run, None, None, None)
             assert done == wanted
@@ -278,7 +326,9 @@ def test_a_skipped_step_leaves_the_optimisers_without_a_state(train, monkeypatch
     """So the save that knows what the last one will write waits for one that is applied."""
     run, save, saves = new_run(train), module.Run.save, []
     run.folder.mkdir()
-    monkeypatch.setattr(module.Run, "save", lambda run: (saves.append(run.state["step"]), save(run)))
+    monkeypatch.setattr(
+        module.Run, "save", lambda run: (saves.append(run.state["step"]), save(run))
+    )
     monkeypatch.setattr(train, "max_steps", 9)
     run.state |= {"evals_done": 99, "logged": 99}
     for step, skipped in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 2)):
@@ -332,14 +382,25 @@ def test_two_graphs_serve_the_whole_run(train, monkeypatch, capsys):
     torch._dynamo.reset()
     counters.clear()
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_(f, backend="eager", **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: compile_(f, backend="eager", **options)
+    )
     monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
-    for name, value in {"compile": True, "max_steps": 12, "batch_size": 32, "eval_rows": 21, "evals": 4}.items():
+    for name, value in {
+        "compile": True,
+        "max_steps": 12,
+        "batch_size": 32,
+        "eval_rows": 21,
+        "evals": 4,
+    }.items():
         monkeypatch.setattr(train, name, value)
     train.main()
     assert "does not work here" not in capsys.readouterr().out
     rows = record.read_log(train.out_dir)
-    assert len({row.get("batch_size") for row in rows}) > 2 and len({row.get("mask_rate") for row in rows}) > 2
+    assert (
+        len({row.get("batch_size") for row in rows}) > 2
+        and len({row.get("mask_rate") for row in rows}) > 2
+    )
     assert counters["stats"]["unique_graphs"] == 2  # training and evaluation
     assert not counters["graph_break"]
 
@@ -356,7 +417,10 @@ def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
     eager = run.loss
     run.compile(run.micro_batch_at(0, 5))
     assert run.loss is eager
-    assert capsys.readouterr().out == "torch.compile does not work here, going on without it: no compiler\n"
+    assert (
+        capsys.readouterr().out
+        == "torch.compile does not work here, going on without it: no compiler\n"
+    )
 
     def broken_in_evaluation(f, **options):
         def call(*args):
@@ -366,7 +430,9 @@ def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "compile", broken_in_evaluation)
     run.compile(run.micro_batch_at(0, 5))
-    assert run.loss is eager and run.model.training  # or there would be no dropout until the next evaluation
+    assert (
+        run.loss is eager and run.model.training
+    )  # or there would be no dropout until the next evaluation
 
 
 def test_slips_are_one_line(train, monkeypatch, tmp_path):
@@ -374,11 +440,17 @@ def test_slips_are_one_line(train, monkeypatch, tmp_path):
     (tmp_path / "mine" / "thesis.tex").write_text("precious")
     cases = [
         ({"budget_hours": 0.0}, "a budget of 0 trains nothing"),
-        ({"batch_size": 20}, "batch_size=20 is no multiple of micro_batch=8: type for example --batch_size=16"),
+        (
+            {"batch_size": 20},
+            "batch_size=20 is no multiple of micro_batch=8: type for example --batch_size=16",
+        ),
         ({"batch_start": 12}, "batch_start=12 is no multiple"),
         ({"optimizer": "sgd"}, "optimizer=sgd cannot work: it must be muon or adamw or adam"),
         ({"beta2": 1.0}, "beta2=1.0 cannot work: it must be between 0 and 0.99999"),
-        ({"mask_token_share": 0.8, "random_token_share": 0.3}, "random_token_share=0.3 cannot work"),
+        (
+            {"mask_token_share": 0.8, "random_token_share": 0.3},
+            "random_token_share=0.3 cannot work",
+        ),
         ({"mask_rate": 1.5}, "mask_rate=1.5 cannot work: it must be between"),
         ({"seq_len": 64}, "type --seq_len=128"),
         ({"vocab_size": 32768}, "type --vocab_size=600"),
@@ -387,12 +459,25 @@ def test_slips_are_one_line(train, monkeypatch, tmp_path):
         ({"init": "resume"}, "ckpt.pt not found"),
         ({"out_dir": str(tmp_path / "mine")}, "holds no run of train.py: choose another --out_dir"),
         ({"samples": "no mask here"}, "each sentence needs one"),
-        ({"samples": "very " * 600 + "long [MASK]."}, "samples: a sentence has more than 512 tokens"),
+        (
+            {"samples": "very " * 600 + "long [MASK]."},
+            "samples: a sentence has more than 512 tokens",
+        ),
     ]
-    for device, there in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available())):
+    for device, there in (
+        ("cuda", torch.cuda.is_available()),
+        ("mps", torch.backends.mps.is_available()),
+    ):
         if not there:
-            cases.append(({"device": device}, f"device={device}, but this build of torch sees no such device"))
-    with pytest.MonkeyPatch.context() as patch:  # a GPU that torch cannot use: a day on the CPU would be a surprise
+            cases.append(
+                (
+                    {"device": device},
+                    f"device={device}, but this build of torch sees no such device",
+                )
+            )
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # a GPU that torch cannot use: a day on the CPU would be a surprise
         patch.setattr(torch.version, "cuda", "13.0")
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(machine, "DRIVER", tmp_path)
@@ -457,7 +542,9 @@ def test_a_failing_save_is_a_warning_and_the_last_one_an_error(train, monkeypatc
             with pytest.raises(SystemExit):
                 run.save(required=True)
         if part == "ckpt":
-            assert before == {p.name: p.read_bytes() for p in run.folder.iterdir() if p.suffix != ".tmp"}
+            assert before == {
+                p.name: p.read_bytes() for p in run.folder.iterdir() if p.suffix != ".tmp"
+            }
 
 
 def test_saving_before_the_first_row_of_the_log(train):
@@ -485,17 +572,27 @@ def test_resume_in_another_precision(train, monkeypatch):
 
 def test_the_log_survives_a_cut_line_and_a_resume(tmp_path):
     for step in (0, 10, 20):
-        record.append_row(tmp_path, {"elapsed_s": step / 2, "step": step, "tokens": step * 100, "skipped": 0})
+        record.append_row(
+            tmp_path, {"elapsed_s": step / 2, "step": step, "tokens": step * 100, "skipped": 0}
+        )
     with open(tmp_path / "log.csv", "a") as f:
         f.write("15.0,3")
     assert [row["step"] for row in record.read_log(tmp_path)] == [0, 10, 20]
     record.drop_rows_after(tmp_path, 10)
-    record.append_row(tmp_path, {"elapsed_s": 9.0, "step": 20, "tokens": 2000, "skipped": 1, "val_loss_15": 3.25})
+    record.append_row(
+        tmp_path, {"elapsed_s": 9.0, "step": 20, "tokens": 2000, "skipped": 1, "val_loss_15": 3.25}
+    )
     rows = record.read_log(tmp_path)
-    assert [row["step"] for row in rows] == [0, 10, 20] and rows[-1]["val_loss_15"] == 3.25 and "lr" not in rows[-1]
+    assert (
+        [row["step"] for row in rows] == [0, 10, 20]
+        and rows[-1]["val_loss_15"] == 3.25
+        and "lr" not in rows[-1]
+    )
     assert json.dumps(rows)
     with open(tmp_path / "log.csv", "a") as f:
-        f.write("x,1\n7\n8.0,21,x,y" + ",1" * 20 + '\n"x,1\n')  # what an editor or a bad disk may leave
+        f.write(
+            "x,1\n7\n8.0,21,x,y" + ",1" * 20 + '\n"x,1\n'
+        )  # what an editor or a bad disk may leave
     record.append_row(tmp_path, {"elapsed_s": 10.0, "step": 30, "tokens": 3000, "skipped": 1})
     assert record.read_log(tmp_path)[:-1] == rows and record.read_log(tmp_path)[-1]["step"] == 30
     text = (tmp_path / "log.csv").read_text()
@@ -526,7 +623,9 @@ def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_
         train.main()
     seen = []
     told = types.SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **facts: seen.append(facts) or told))
+    monkeypatch.setitem(
+        sys.modules, "wandb", types.SimpleNamespace(init=lambda **facts: seen.append(facts) or told)
+    )
     train.main()
     assert seen[0]["project"] == "mine" and seen[0]["config"]["max_steps"] == 4
     rows = record.read_log(train.out_dir)

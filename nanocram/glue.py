@@ -1,20 +1,22 @@
 """The GLUE benchmark (arXiv 1804.07461): its tasks and files, metrics, published scores, tables and submissions.
 
-    python -c "import glue; print(glue.read('rte', 'dev', 'path/to/GLUE')[0][:2])"     # the official download
-    python -c "import glue; print(glue.read('rte', 'dev', '')[1][:20])"                # the Hub's copy
+    python -c "from nanocram import glue; print(glue.read('rte', 'dev', 'path/to/GLUE')[0][:2])"     # the official download
+    python -c "from nanocram import glue; print(glue.read('rte', 'dev', '')[1][:20])"                # the Hub's copy
 
 An official download is a folder with TASK/train.tsv and so on, each file plain or gzipped (.tsv.gz).
 """
 
 import gzip
 import hashlib
+import json
+import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from disk import write_beside
+from nanocram.safety import Lock, write_beside
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,12 @@ class Task:
 PAIR, BINARY, ENTAILED = ("sentence1", "sentence2"), ("0", "1"), ("entailment", "not_entailment")
 THREE = ("entailment", "neutral", "contradiction")
 MNLI_ROWS = {
-    "train": 392702, "dev_matched": 9815, "dev_mismatched": 9832, "test_matched": 9796, "test_mismatched": 9847,
-}  # fmt: skip
+    "train": 392702,
+    "dev_matched": 9815,
+    "dev_mismatched": 9832,
+    "test_matched": 9796,
+    "test_mismatched": 9847,
+}
 
 
 def fingerprint(*parts):
@@ -56,24 +62,54 @@ def sizes(train, dev, test):
 TASKS = {
     "cola": Task("CoLA", ("sentence",), "label", BINARY, ("matthews",), sizes(8551, 1043, 1063)),
     "sst2": Task("SST-2", ("sentence",), "label", BINARY, ("accuracy",), sizes(67349, 872, 1821)),
-    "mrpc": Task("MRPC", ("#1 String", "#2 String"), "Quality", BINARY, ("f1", "accuracy"),
-                 sizes(3668, 408, 1725), PAIR),
+    "mrpc": Task(
+        "MRPC",
+        ("#1 String", "#2 String"),
+        "Quality",
+        BINARY,
+        ("f1", "accuracy"),
+        sizes(3668, 408, 1725),
+        PAIR,
+    ),
     "stsb": Task("STS-B", PAIR, "score", (), ("pearson", "spearman"), sizes(5749, 1500, 1379)),
-    "qqp": Task("QQP", ("question1", "question2"), "is_duplicate", BINARY, ("f1", "accuracy"),
-                sizes(363846, 40430, 390965)),
-    "mnli": Task("MNLI", PAIR, "gold_label", THREE, ("accuracy",), MNLI_ROWS, ("premise", "hypothesis")),
-    "qnli": Task("QNLI", ("question", "sentence"), "label", ENTAILED, ("accuracy",), sizes(104743, 5463, 5463)),
+    "qqp": Task(
+        "QQP",
+        ("question1", "question2"),
+        "is_duplicate",
+        BINARY,
+        ("f1", "accuracy"),
+        sizes(363846, 40430, 390965),
+    ),
+    "mnli": Task(
+        "MNLI", PAIR, "gold_label", THREE, ("accuracy",), MNLI_ROWS, ("premise", "hypothesis")
+    ),
+    "qnli": Task(
+        "QNLI",
+        ("question", "sentence"),
+        "label",
+        ENTAILED,
+        ("accuracy",),
+        sizes(104743, 5463, 5463),
+    ),
     "rte": Task("RTE", PAIR, "label", ENTAILED, ("accuracy",), sizes(2490, 277, 3000)),
     "wnli": Task("WNLI", PAIR, "label", BINARY, ("accuracy",), sizes(635, 71, 146)),
-}  # fmt: skip
-AX = Task("AX", PAIR, "", THREE, (), {"diagnostic": 1104}, ("premise", "hypothesis"))  # predicted by an MNLI model
+}
+AX = Task(
+    "AX", PAIR, "", THREE, (), {"diagnostic": 1104}, ("premise", "hypothesis")
+)  # predicted by an MNLI model
 
 # The nine numbers of the paper's mean, in the order of the table: (heading, task, name of the score).
 NINE = (
-    ("CoLA", "cola", "matthews"), ("SST-2", "sst2", "accuracy"), ("MRPC", "mrpc", "f1"), ("STS-B", "stsb", "pearson"),
-    ("QQP", "qqp", "f1"), ("MNLI-m", "mnli", "accuracy"), ("MNLI-mm", "mnli", "accuracy_mm"),
-    ("QNLI", "qnli", "accuracy"), ("RTE", "rte", "accuracy"),
-)  # fmt: skip
+    ("CoLA", "cola", "matthews"),
+    ("SST-2", "sst2", "accuracy"),
+    ("MRPC", "mrpc", "f1"),
+    ("STS-B", "stsb", "pearson"),
+    ("QQP", "qqp", "f1"),
+    ("MNLI-m", "mnli", "accuracy"),
+    ("MNLI-mm", "mnli", "accuracy_mm"),
+    ("QNLI", "qnli", "accuracy"),
+    ("RTE", "rte", "accuracy"),
+)
 # Published dev scores in that order, and the mean as published; None: not published.
 SOURCE = "Geiping and Goldstein, arXiv 2212.14034"
 REFERENCES = (
@@ -92,17 +128,24 @@ def read(name, split, glue_dir):
     task = AX if name == "ax" else TASKS[name]
     texts, labels = read_tsv(task, split, glue_dir) if glue_dir else read_hub(name, task, split)
     if not texts:
-        raise ValueError(f"{task.folder}, {split}: there is not one row in it, fetch the file again")
+        raise ValueError(
+            f"{task.folder}, {split}: there is not one row in it, fetch the file again"
+        )
     return texts, labels
 
 
 def find(task, split, glue_dir):
     """The path of a split's file."""
-    folders = [Path(glue_dir) / task.folder, *([Path(glue_dir) / "diagnostic"] if task is AX else [])]  # both are used
+    folders = [
+        Path(glue_dir) / task.folder,
+        *([Path(glue_dir) / "diagnostic"] if task is AX else []),
+    ]  # both are used
     for path in (folder / f"{split}.tsv{end}" for folder in folders for end in ("", ".gz")):
         if path.exists():
             return path
-    raise FileNotFoundError(f"{folders[0]}/{split}.tsv not found: fetch it, or name a --glue_dir that has it")
+    raise FileNotFoundError(
+        f"{folders[0]}/{split}.tsv not found: fetch it, or name a --glue_dir that has it"
+    )
 
 
 def read_tsv(task, split, glue_dir):
@@ -113,26 +156,36 @@ def read_tsv(task, split, glue_dir):
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
     except (OSError, EOFError, ValueError) as e:
         raise ValueError(f"{path} is damaged ({e!r:.80}): fetch it again") from None
-    lines = [line.rstrip("\r") for line in text.split("\n")]  # not splitlines(): texts may hold other line separators
+    lines = [
+        line.rstrip("\r") for line in text.split("\n")
+    ]  # not splitlines(): texts may hold other line separators
     bare = task.folder == "CoLA" and "test" not in split
     header = ["source", "label", "mark", "sentence"] if bare else lines.pop(0).split("\t")
     labelled = "test" not in split and task is not AX
     wanted = [*task.texts, task.label] if labelled else task.texts
     if missing := [column for column in wanted if column not in header]:
-        raise ValueError(f"{path} has no column {missing[0]!r}: it is not the official file, fetch that")
+        raise ValueError(
+            f"{path} has no column {missing[0]!r}: it is not the official file, fetch that"
+        )
     texts, labels, broken = [], [], 0
     for number, line in enumerate(lines, 1 if bare else 2):
         fields = line.split("\t")
         if not line.strip():
             continue
-        if len(fields) < len(header) and task.folder == "QQP" and split != "test":  # as the Hub does, which has none
+        if (
+            len(fields) < len(header) and task.folder == "QQP" and split != "test"
+        ):  # as the Hub does, which has none
             broken += 1
             continue
         if len(fields) != len(header):
-            raise ValueError(f"{path}, line {number}: {len(fields)} columns where the header has {len(header)}")
+            raise ValueError(
+                f"{path}, line {number}: {len(fields)} columns where the header has {len(header)}"
+            )
         texts.append(tuple(fields[header.index(column)] for column in task.texts))
         if labelled:
-            labels.append(parse_label(task, fields[header.index(task.label)], f"{path}, line {number}"))
+            labels.append(
+                parse_label(task, fields[header.index(task.label)], f"{path}, line {number}")
+            )
     if broken:
         print(f"{path}: left out {broken} rows with too few columns")
     return texts, label_array(task, labels) if labelled else None
@@ -147,7 +200,9 @@ def parse_label(task, value, where):
             return float(value)
     except ValueError:
         pass
-    raise ValueError(f"{where}: label {value!r} is not {' or '.join(task.labels) or 'a number from 0 to 5'}")
+    raise ValueError(
+        f"{where}: label {value!r} is not {' or '.join(task.labels) or 'a number from 0 to 5'}"
+    )
 
 
 def read_hub(name, task, split):
@@ -159,7 +214,9 @@ def read_hub(name, task, split):
         rows = load_dataset("nyu-mll/glue", name, split=part)
         columns = [rows[column][:] for column in task.hub_texts or task.texts]
         labels = rows["label"][:]
-    except Exception as e:  # no package, no network, no such data set: each of them raises something else
+    except (
+        Exception
+    ) as e:  # no package, no network, no such data set: each of them raises something else
         reason = (str(e).strip() or repr(e)).splitlines()[0]
         hint = "point --glue_dir to a folder with the official files"
         raise FileNotFoundError(f"cannot get {name} from the Hub ({reason:.120}): {hint}") from None
@@ -213,14 +270,22 @@ def spearman(labels, predicted):
     return pearson(ranks(labels), ranks(predicted))
 
 
-METRICS = {"accuracy": accuracy, "f1": f1, "matthews": matthews, "pearson": pearson, "spearman": spearman}
+METRICS = {
+    "accuracy": accuracy,
+    "f1": f1,
+    "matthews": matthews,
+    "pearson": pearson,
+    "spearman": spearman,
+}
 
 
 def score(name, labels, outputs):
     """{metric: score} of a task's outputs (N, n_outputs) as percentages, as GLUE reports them."""
     predicted = decide(TASKS[name], outputs)
     values = {metric: METRICS[metric](labels, predicted) for metric in TASKS[name].metrics}
-    return {metric: 100 * (0.0 if np.isnan(v) else v) for metric, v in values.items()}  # constant answers earn nothing
+    return {
+        metric: 100 * (0.0 if np.isnan(v) else v) for metric, v in values.items()
+    }  # constant answers earn nothing
 
 
 def decide(task, outputs):
@@ -241,7 +306,10 @@ def by_task(runs):
 def medians(runs):
     """{task: {score: median over the seeds}} of runs, [{"task", "seed", "rows", "data", "scores"}, …]."""
     scores = {task: [run["scores"] for run in found] for task, found in by_task(runs).items()}
-    return {t: {k: float(np.median([s[k] for s in found])) for k in found[0]} for t, found in scores.items()}
+    return {
+        t: {k: float(np.median([s[k] for s in found])) for k in found[0]}
+        for t, found in scores.items()
+    }
 
 
 def means(scores):
@@ -250,10 +318,20 @@ def means(scores):
     "mean of 9" is the paper's, of the nine numbers of the table; then the same without CoLA; and the mean of the eight
     tasks, the scores of a task averaged first, as the leaderboard does."""
     nine = {heading: scores[task][key] for heading, task, key in NINE if task in scores}
-    tasks = [np.mean([*scores[task].values()]) for task in dict.fromkeys(task for _, task, _ in NINE) if task in scores]
-    ways = {"mean of 9": ([*nine.values()], 9), "without CoLA": ([v for k, v in nine.items() if k != "CoLA"], 8),
-            "mean of 8 tasks": (tasks, 8)}  # fmt: skip
-    return {name: (float(np.mean(found)) if found else None, len(found), n) for name, (found, n) in ways.items()}
+    tasks = [
+        np.mean([*scores[task].values()])
+        for task in dict.fromkeys(task for _, task, _ in NINE)
+        if task in scores
+    ]
+    ways = {
+        "mean of 9": ([*nine.values()], 9),
+        "without CoLA": ([v for k, v in nine.items() if k != "CoLA"], 8),
+        "mean of 8 tasks": (tasks, 8),
+    }
+    return {
+        name: (float(np.mean(found)) if found else None, len(found), n)
+        for name, (found, n) in ways.items()
+    }
 
 
 def shortfall(runs):
@@ -261,7 +339,11 @@ def shortfall(runs):
     result = {}
     for task, found in by_task(runs).items():
         official = TASKS[task].rows
-        short = [f"{s}: {n:,} of {official[s]:,} rows" for s, n in found[0]["rows"].items() if n < official[s]]
+        short = [
+            f"{s}: {n:,} of {official[s]:,} rows"
+            for s, n in found[0]["rows"].items()
+            if n < official[s]
+        ]
         if short:
             result[task] = short
     return result
@@ -285,12 +367,22 @@ def summary(results):
     for label, runs in results.items():
         found, short = medians(runs), shortfall(runs)
         star = {task: "*" if task in short else "" for task in TASKS}
-        cells = [f"{found[task][key]:.1f}{star[task]}" if task in found else "–" for _, task, key in NINE]
+        cells = [
+            f"{found[task][key]:.1f}{star[task]}" if task in found else "–" for _, task, key in NINE
+        ]
         for name, (value, n, of) in means(found).items():
-            marks = max(star[task] for _, task, _ in NINE if task != "cola" or name != "without CoLA")
-            cells.append("–" if value is None else f"{value:.1f}{marks}" + (f" ({n} of {of})" if n < of else ""))
+            marks = max(
+                star[task] for _, task, _ in NINE if task != "cola" or name != "without CoLA"
+            )
+            cells.append(
+                "–"
+                if value is None
+                else f"{value:.1f}{marks}" + (f" ({n} of {of})" if n < of else "")
+            )
         counts = [len(of_task) for of_task in by_task(runs).values()]
-        spread = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        spread = (
+            f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        )
         rows.append([f"{label}; seeds: {spread}", *cells])
         notes += [f"* {TASKS[task].folder}: {'; '.join(parts)}" for task, parts in short.items()]
         if any(n < of for _, n, of in means(found).values()):
@@ -320,16 +412,44 @@ def page(results):
     lines = [*markdown(rows), "", *(f"- {note.replace('*', chr(92) + '*')}" for note in notes)]
     lines += EXPLANATION.strip().splitlines()
     for label, runs in results.items():
-        rows = [["task", "score", "median", "lowest", "highest", "seeds", "trained on", "dev rows", "rows/s", "padded"]]
+        rows = [
+            [
+                "task",
+                "score",
+                "median",
+                "lowest",
+                "highest",
+                "seeds",
+                "trained on",
+                "dev rows",
+                "rows/s",
+                "padded",
+            ]
+        ]
         for task, found in medians(runs).items():
             of_task = by_task(runs)[task]
             for key, median in found.items():
                 values = [run["scores"][key] for run in of_task]
-                split = {"mnli": "dev_mismatched" if key.endswith("_mm") else "dev_matched"}.get(task, "dev")
-                speed, padded = (np.median([run[k] for run in of_task]) for k in ("rows_per_second", "padded"))
-                rows.append([TASKS[task].folder, key, f"{median:.1f}", f"{min(values):.1f}", f"{max(values):.1f}",
-                             str(len(of_task)), f"{of_task[0]['rows']['train']:,}", f"{of_task[0]['rows'][split]:,}",
-                             f"{speed:,.0f}", f"{padded:.0%}"])  # fmt: skip
+                split = {"mnli": "dev_mismatched" if key.endswith("_mm") else "dev_matched"}.get(
+                    task, "dev"
+                )
+                speed, padded = (
+                    np.median([run[k] for run in of_task]) for k in ("rows_per_second", "padded")
+                )
+                rows.append(
+                    [
+                        TASKS[task].folder,
+                        key,
+                        f"{median:.1f}",
+                        f"{min(values):.1f}",
+                        f"{max(values):.1f}",
+                        str(len(of_task)),
+                        f"{of_task[0]['rows']['train']:,}",
+                        f"{of_task[0]['rows'][split]:,}",
+                        f"{speed:,.0f}",
+                        f"{padded:.0%}",
+                    ]
+                )
         made = ", ".join(dict.fromkeys(f"{run['date']} on {run['device']}" for run in runs))
         lines += ["", f"## {label}", "", *markdown(rows), "", made]
     return "\n".join(["# GLUE", "", *lines, ""])
@@ -338,24 +458,35 @@ def page(results):
 # The files of a submission: {file: (task whose model answers, split)}, as gluebenchmark.com wants them.
 SUBMISSION = {
     **{f"{TASKS[name].folder}.tsv": (name, "test") for name in TASKS if name != "mnli"},
-    "MNLI-m.tsv": ("mnli", "test_matched"), "MNLI-mm.tsv": ("mnli", "test_mismatched"),
+    "MNLI-m.tsv": ("mnli", "test_matched"),
+    "MNLI-mm.tsv": ("mnli", "test_mismatched"),
     "AX.tsv": ("mnli", "diagnostic"),
-}  # fmt: skip
+}
 
 
 def write_predictions(path, task, outputs):
     """Write one file of a submission: a header, then the number of each row and its label's official name."""
     answers = decide(task, outputs)
-    words = [task.labels[n] for n in answers] if task.labels else [f"{v:.3f}" for v in np.clip(answers, 0, 5)]
+    words = (
+        [task.labels[n] for n in answers]
+        if task.labels
+        else [f"{v:.3f}" for v in np.clip(answers, 0, 5)]
+    )
     lines = ["index\tprediction", *(f"{i}\t{word}" for i, word in enumerate(words))]
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_beside(path, lambda p: p.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n"))
+    write_beside(
+        path, lambda p: p.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+    )
 
 
 def predictions(splits, folder):
     """{file of a submission: fingerprint of the test set it answers and of what it says}, of those in folder."""
     paths = {file: folder / file for file in splits if file in SUBMISSION}
-    return {file: fingerprint(splits[file]["source"], p.read_bytes()) for file, p in paths.items() if p.exists()}
+    return {
+        file: fingerprint(splits[file]["source"], p.read_bytes())
+        for file, p in paths.items()
+        if p.exists()
+    }
 
 
 def write_submission(folder, runs):
@@ -377,4 +508,77 @@ def write_submission(folder, runs):
     write_beside(folder / "submission.zip", write)
     print(f"{folder}/submission.zip: {', '.join(chosen.values()) or 'empty'}")
     if missing := [name for name in SUBMISSION if name not in chosen]:
-        print(f"the leaderboard also wants {', '.join(missing)}: name their --tasks, and have their test files")
+        print(
+            f"the leaderboard also wants {', '.join(missing)}: name their --tasks, and have their test files"
+        )
+
+
+def read_systems(folder):
+    """The systems in a folder's glue.json, [{"system", "weights", "protocol", "machine", "runs"}, …]."""
+    path = Path(folder) / "glue.json"
+    try:
+        systems = json.loads(path.read_text(encoding="utf-8"))["systems"] if path.exists() else []
+        for s in systems:
+            keys = "task seed rows data scores predictions date device rows_per_second padded"
+            if not {"system", "weights", "protocol"} <= s.keys() or any(
+                {*keys.split()} - r.keys() for r in s["runs"]
+            ):
+                raise ValueError("a run without all of its facts")
+        return systems
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        sys.exit(f"{path} is broken ({e!r:.80}): move it away, and type the same again")
+
+
+def find_system(systems, entry):
+    return next(
+        (s for s in systems if all(s[k] == entry[k] for k in ("system", "weights", "protocol"))),
+        None,
+    )
+
+
+def stored_runs(folder, entry):
+    """The runs of a system, told by its name, weights and protocol, that are in glue.json."""
+    found = find_system(read_systems(folder), entry)
+    return found["runs"] if found else []
+
+
+def add_runs(folder, entry, runs):
+    """Add runs to glue.json, each in place of one of the same task, seed and data, and draw glue.md anew."""
+    with lock(folder):  # others may be at other tasks
+        systems = put_runs(read_systems(folder), entry, runs)
+        text = json.dumps({"systems": systems}, indent=1)
+        write_beside(
+            Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8")
+        )
+        text = page(systems_by_name(folder))
+        write_beside(Path(folder) / "glue.md", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def lock(folder):
+    """The lock on a folder's glue.json and glue.md; exits if they are not ours."""
+    if (Path(folder) / "glue.md").exists() and not (Path(folder) / "glue.json").exists():
+        sys.exit(f"{folder}/glue.md is there without a glue.json: it is not ours, move it away")
+    return Lock(Path(folder) / ".glue.lock", wait=True)
+
+
+def put_runs(systems, entry, runs):
+    """The systems of a glue.json with runs of one of them, each in place of one of the same task, seed and data."""
+    found = find_system(systems, entry)
+    if found is None:
+        systems.append(found := {**entry, "runs": []})
+
+    def what(run):
+        return run["task"], run["seed"], run["data"]
+
+    found["runs"] = [r for r in found["runs"] if what(r) not in map(what, runs)] + runs
+    return systems
+
+
+def systems_by_name(folder):
+    """{name: runs} of the systems in glue.json; those of equal names are numbered, in the order of their first runs."""
+    systems, result = read_systems(folder), {}
+    names = [s["system"] for s in systems]
+    for i, s in enumerate(systems):
+        number = f" ({names[: i + 1].count(s['system'])})" if names.count(s["system"]) > 1 else ""
+        result[s["system"] + number] = s["runs"]
+    return result

@@ -1,7 +1,7 @@
 """What runs leave behind: a folder with run.json, log.csv and loss.png, and from fine-tuning glue.json and glue.md.
 
-    python -c "import record; print(record.read_log('out/tiny')[-1])"       # the last logged step
-    python -c "import record; record.plot('out/tiny')"                      # draw out/tiny/loss.png anew
+python -c "from nanocram import record; print(record.read_log('out/tiny')[-1])"       # the last logged step
+python -c "from nanocram import record; record.plot('out/tiny')"                      # draw out/tiny/loss.png anew
 """
 
 import contextlib
@@ -15,11 +15,23 @@ from pathlib import Path
 
 import numpy as np
 
-import glue
-from disk import Lock, write_beside
+from nanocram.safety import write_beside
 
-COLUMNS = ("elapsed_s", "step", "tokens", "flops", "loss", "val_loss_15", "val_loss_25", "val_nats_per_char",
-           "lr", "batch_size", "mask_rate", "grad_norm", "skipped")  # fmt: skip
+COLUMNS = (
+    "elapsed_s",
+    "step",
+    "tokens",
+    "flops",
+    "loss",
+    "val_loss_15",
+    "val_loss_25",
+    "val_nats_per_char",
+    "lr",
+    "batch_size",
+    "mask_rate",
+    "grad_norm",
+    "skipped",
+)
 
 
 def begin(run, data_dir, settings, facts, resumed):
@@ -31,27 +43,41 @@ def begin(run, data_dir, settings, facts, resumed):
             if key != "init" and before.get(key, value) != value:
                 print(f"{key} was {before[key]!r} until now, and is {value!r} from now on")
         try:
-            seconds = max([row["elapsed_s"] for row in read_log(run.folder)], default=0.0) - run.before
+            seconds = (
+                max([row["elapsed_s"] for row in read_log(run.folder)], default=0.0) - run.before
+            )
         except ValueError as e:
             sys.exit(f"{e}: mend it or move it away, then resume")
-        lost = f"; {seconds:.0f} s that were logged after its checkpoint are lost" if seconds >= 1 else ""
-        print(f"resumed at step {run.state['step']:,}, {run.before / 3600:.2f} hours into the run{lost}")
+        lost = (
+            f"; {seconds:.0f} s that were logged after its checkpoint are lost"
+            if seconds >= 1
+            else ""
+        )
+        print(
+            f"resumed at step {run.state['step']:,}, {run.before / 3600:.2f} hours into the run{lost}"
+        )
         drop_rows_after(run.folder, run.state["step"])
     else:
         open_out(run.folder)
     text = json.dumps({"settings": settings, **facts}, indent=2)
     write_beside(run.folder / "run.json", lambda path: path.write_text(text))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        write_beside(run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path))
+        write_beside(
+            run.folder / name, lambda path, name=name: shutil.copyfile(Path(data_dir) / name, path)
+        )
     if wandb:
-        run.wandb = wandb.init(project=settings["wandb_project"], name=run.folder.name, config=settings)
+        run.wandb = wandb.init(
+            project=settings["wandb_project"], name=run.folder.name, config=settings
+        )
 
 
 def find_wandb():
     try:
         import wandb
     except ImportError:
-        sys.exit("wandb_project is set, but wandb is not there: pip install wandb, or type --wandb_project=")
+        sys.exit(
+            "wandb_project is set, but wandb is not there: pip install wandb, or type --wandb_project="
+        )
     return wandb
 
 
@@ -82,12 +108,18 @@ def log(run, row):
 def open_out(folder):
     """Make a folder for a new run: an earlier run in it is moved aside, and a folder of anything else refused."""
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(p.name != "run.json.tmp" for p in folder.iterdir())):
+    if folder.exists() and (
+        not folder.is_dir() or any(p.name != "run.json.tmp" for p in folder.iterdir())
+    ):
         if not (folder / "run.json").exists():
             sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
-        aside = next(p for n in range(1, 10**6) if not (p := folder.with_name(f"{folder.name}.{n}")).exists())
+        aside = next(
+            p for n in range(1, 10**6) if not (p := folder.with_name(f"{folder.name}.{n}")).exists()
+        )
         folder.rename(aside)
-        print(f"{folder} held a run already: moved it to {aside} (--init=resume would have continued it)")
+        print(
+            f"{folder} held a run already: moved it to {aside} (--init=resume would have continued it)"
+        )
     folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -97,7 +129,9 @@ def write_rows(path, rows, mode):
         writer = csv.DictWriter(f, COLUMNS)
         if f.tell() == 0:
             writer.writeheader()
-        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
+        writer.writerows(
+            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows
+        )
 
 
 def append_row(folder, row):
@@ -118,7 +152,11 @@ def read_log(folder):
     path = Path(folder) / "log.csv"
     text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    whole, needed, rows = ("step", "tokens", "batch_size", "skipped"), {"elapsed_s", "step", "tokens"}, []
+    whole, needed, rows = (
+        ("step", "tokens", "batch_size", "skipped"),
+        {"elapsed_s", "step", "tokens"},
+        [],
+    )
     if lines and not needed <= set(lines[0].split(",")):
         raise ValueError(f"{path} has lost its first line, the names of its columns")
     for row in csv.DictReader(lines, quoting=csv.QUOTE_NONE):
@@ -162,9 +200,17 @@ def plot(folder):
     times, tokens = [r["elapsed_s"] / per for r in rows], [r["tokens"] / 1e6 for r in rows]
     top.set_xlim(0, max(1e-6, times[-1]))
     if tokens[-1] > 0:
-        times, tokens = [*times, 2 * times[-1]], [*tokens, 2 * tokens[-1]]  # or the last ticks would pile up at the end
-        above = top.secondary_xaxis("top", functions=(lambda x: np.interp(x, times, tokens),
-                                                      lambda x: np.interp(x, tokens, times)))  # fmt: skip
+        times, tokens = (
+            [*times, 2 * times[-1]],
+            [*tokens, 2 * tokens[-1]],
+        )  # or the last ticks would pile up at the end
+        above = top.secondary_xaxis(
+            "top",
+            functions=(
+                lambda x: np.interp(x, times, tokens),
+                lambda x: np.interp(x, tokens, times),
+            ),
+        )
         above.set_xlabel("million tokens")
     line(bottom, "lr", color="tab:green")
     bottom.set_ylabel("learning rate", color="tab:green")
@@ -192,9 +238,17 @@ def overlay(runs, key, path):
         for i, (name, logs) in enumerate(runs.items()):
             for j, rows in enumerate(logs):
                 points = [(row[x], row[key]) for row in rows if key in row and row["tokens"]]
-                axes.plot(*zip(*points, strict=True), color=f"C{i}", lw=1.2, alpha=0.85, label=None if j else name)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=f"C{i}",
+                    lw=1.2,
+                    alpha=0.85,
+                    label=None if j else name,
+                )
         axes.set(xscale="log", xlabel=label)
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))  # 1, 3, 10, …: the labels of more would overlap
+        axes.xaxis.set_major_locator(
+            LogLocator(subs=(1, 3))
+        )  # 1, 3, 10, …: the labels of more would overlap
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.25, which="both")
@@ -203,65 +257,119 @@ def overlay(runs, key, path):
     write_beside(path, lambda path: figure.savefig(path, format="png"))
 
 
-def read_glue(folder):
-    """The systems in a folder's glue.json, [{"system", "weights", "protocol", "machine", "runs"}, …]."""
-    path = Path(folder) / "glue.json"
-    try:
-        systems = json.loads(path.read_text(encoding="utf-8"))["systems"] if path.exists() else []
-        for s in systems:
-            keys = "task seed rows data scores predictions date device rows_per_second padded"
-            if not {"system", "weights", "protocol"} <= s.keys() or any({*keys.split()} - r.keys() for r in s["runs"]):
-                raise ValueError("a run without all of its facts")
-        return systems
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
-        sys.exit(f"{path} is broken ({e!r:.80}): move it away, and type the same again")
+# The first lines of a card of ours; one that begins otherwise is somebody's own.
+CARD_BEGIN = """---
+# written anew with every save: take this line out, and your edits stay
+"""
+CARD = (
+    CARD_BEGIN
+    + """{front}
+license: other  # yours to choose
+# language: en  # yours to say
+tags: [masked-lm, cramming]
+---
+
+# {name}
+
+A masked language model of {parameters:,} parameters, trained from scratch by nanocram in {hours:.2f} hours on one
+machine, after [Cramming](https://arxiv.org/abs/2212.14034).
+
+{use}
+
+| | |
+| --- | --- |
+| text | `{source}`, {documents:,} documents, {normalisation} |
+| seen in training | {tokens:,} tokens in rows of {seq_len}, {epochs:.2f} epochs, {steps:,} steps |
+| held-out loss, step {at:,} | {loss_15:.3f} nats per token at 15 % masked, {loss_25:.3f} at 25 % |
+| the same per character | {per_char:.3f} nats |
+| arithmetic | {flops:.3g} floating-point operations, in {amp_dtype} |
+| budget | {budget}; it took {hours:.2f} hours |
+| machine | {device}, {processes} × {threads} threads, torch {torch} |
+| begun or last resumed | {date}, commit {commit} |
+| recipe | {recipe} |
+{glue}
+It knows what its text says, mistakes and prejudices included, and nothing else; it fills gaps and makes a start for
+fine-tuning, and is no source of facts. All settings are in `run.json`, every logged step is in `log.csv`.
+"""
+)
+
+NATIVE = """```python
+from transformers import pipeline
+print(pipeline("fill-mask", model="{folder}")("the capital of france is [MASK]."))
+```"""
+OURS = """It is no architecture of `transformers`: read it with `model_folder.load("{folder}")` of nanocram."""
 
 
-def find_glue(systems, entry):
-    return next((s for s in systems if all(s[k] == entry[k] for k in ("system", "weights", "protocol"))), None)
+def card(folder, glue_table=()):
+    """The card of a run's folder; raises OSError, ValueError or LookupError where something of it is not there."""
+    folder = Path(folder)
+    run, rows = json.loads((folder / "run.json").read_text()), read_log(folder)
+    config, settings, corpus = (
+        json.loads((folder / "config.json").read_text()),
+        run["settings"],
+        run["corpus"],
+    )
+    last, now = next(row for row in reversed(rows) if "val_loss_15" in row), rows[-1]
+    recipe = (
+        "n_layer",
+        "n_head",
+        "n_embd",
+        "n_inner",
+        "activation",
+        "position",
+        "optimizer",
+        "schedule",
+        "batch_size",
+    )
+    table = ["", "## GLUE, dev sets", "", *glue_table, ""] if glue_table else []
+    native = config["model_type"] == "modernbert"
+    front = (
+        ["library_name: transformers", "pipeline_tag: fill-mask"]
+        if native
+        else ["library_name: nanocram"]
+    )
+    budget = (
+        f"{settings['max_steps']:,} steps"
+        if settings["max_steps"]
+        else f"{settings['budget_hours']:g} hours"
+    )
+    return CARD.format(
+        name=folder.resolve().name,
+        use=(NATIVE if native else OURS).format(folder=folder.name),
+        front="\n".join(front),
+        parameters=run["parameters"],
+        hours=now["elapsed_s"] / 3600,
+        at=last["step"],
+        source=corpus["source"],
+        documents=corpus["kept"],
+        normalisation=corpus["normalisation"],
+        tokens=now["tokens"],
+        seq_len=settings["seq_len"],
+        steps=now["step"],
+        epochs=now["tokens"] / settings["seq_len"] / corpus["rows"],
+        loss_15=last["val_loss_15"],
+        loss_25=last["val_loss_25"],
+        per_char=last["val_nats_per_char"],
+        flops=now["flops"],
+        amp_dtype=run["amp_dtype"],
+        device=run["device"],
+        torch=run["torch"],
+        commit=run["commit"],
+        date=run.get("date", "unknown"),
+        budget=budget,
+        processes=run["processes"],
+        threads=run["threads"],
+        recipe=", ".join(f"{k}={settings[k]}" for k in recipe),
+        glue="\n".join(table),
+    )
 
 
-def glue_runs(folder, entry):
-    """The runs of a system, told by its name, weights and protocol, that are in glue.json."""
-    found = find_glue(read_glue(folder), entry)
-    return found["runs"] if found else []
+def write_card(folder, glue_table=()):
+    """Write README.md into folder, unless one is there that does not begin as ours, or a part of the run is missing.
 
-
-def add_glue_runs(folder, entry, runs):
-    """Add runs to glue.json, each in place of one of the same task, seed and data, and draw glue.md anew."""
-    with glue_lock(folder):  # others may be at other tasks
-        systems = put_glue_runs(read_glue(folder), entry, runs)
-        text = json.dumps({"systems": systems}, indent=1)
-        write_beside(Path(folder) / "glue.json", lambda path: path.write_text(text, encoding="utf-8"))
-        page = glue.page(glue_systems(folder))
-        write_beside(Path(folder) / "glue.md", lambda path: path.write_text(page, encoding="utf-8"))
-
-
-def glue_lock(folder):
-    """The lock on a folder's glue.json and glue.md; exits if they are not ours."""
-    if (Path(folder) / "glue.md").exists() and not (Path(folder) / "glue.json").exists():
-        sys.exit(f"{folder}/glue.md is there without a glue.json: it is not ours, move it away")
-    return Lock(Path(folder) / ".glue.lock", wait=True)
-
-
-def put_glue_runs(systems, entry, runs):
-    """The systems of a glue.json with runs of one of them, each in place of one of the same task, seed and data."""
-    found = find_glue(systems, entry)
-    if found is None:
-        systems.append(found := {**entry, "runs": []})
-
-    def what(run):
-        return run["task"], run["seed"], run["data"]
-
-    found["runs"] = [r for r in found["runs"] if what(r) not in map(what, runs)] + runs
-    return systems
-
-
-def glue_systems(folder):
-    """{name: runs} of the systems in glue.json; those of equal names are numbered, in the order of their first runs."""
-    systems, result = read_glue(folder), {}
-    names = [s["system"] for s in systems]
-    for i, s in enumerate(systems):
-        number = f" ({names[: i + 1].count(s['system'])})" if names.count(s["system"]) > 1 else ""
-        result[s["system"] + number] = s["runs"]
-    return result
+    glue_table: lines of markdown."""
+    path = Path(folder) / "README.md"
+    with contextlib.suppress(OSError, ValueError, LookupError):  # a card is no reason to lose a run
+        text = card(folder, glue_table)
+        if not path.exists() or path.read_text(encoding="utf-8").startswith(CARD_BEGIN):
+            write_beside(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))

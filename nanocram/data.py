@@ -1,6 +1,6 @@
 """Rows of tokens to batches: masked ones from a folder of prepare.py, and batches of rows of any length.
 
-    python -c "import data; print(data.load_meta('data/tiny')['counts'])"
+    python -c "from nanocram import data; print(data.load_meta('data/tiny')['counts'])"
     python -c "import numpy as np; print(np.fromfile('data/tiny/train.bin', np.uint16).reshape(-1, 128)[:2])"
 
 A .bin file is a bare array of uint16, shape (rows, seq_len); meta.json beside it says what it is.
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tokenizer import CLS, MASK, SEP, Tokenizer
+from nanocram.tokenizer import CLS, MASK, SEP, Tokenizer
 
 IGNORE = -100  # the label of a position that does not count, as in torch and transformers
 
@@ -24,24 +24,37 @@ def load_meta(folder, **wanted):
     """meta.json of folder as a dict; exits with one line if the data set is incomplete, damaged or not as wanted."""
     path = Path(folder) / "meta.json"
     if not path.exists():
-        sys.exit(f"{path} not found: run python prepare.py --data_dir={folder} first (or prepare.py with your recipe)")
+        sys.exit(
+            f"{path} not found: run python prepare.py --data_dir={folder} first (or prepare.py with your recipe)"
+        )
     try:
         meta = json.loads(path.read_text())
         numbers = [meta["vocab_size"], meta["seq_len"]]
         numbers += [meta["counts"][k] for k in ("rows", "val_rows", "val_tokens", "val_characters")]
         if not all(type(n) is int and n > 0 for n in numbers):
             raise ValueError("sizes that cannot be")
-        meta["settings"]["source"], meta["settings"]["normalisation"], meta["counts"]["kept"]  # for the model card
+        (
+            meta["settings"]["source"],
+            meta["settings"]["normalisation"],
+            meta["counts"]["kept"],
+        )  # for the model card
         sums = {name: meta["sha256"][name] for name in ("train.bin", "val.bin", "tokenizer.json")}
     except (OSError, ValueError, LookupError, TypeError) as e:
         sys.exit(f"{path} is broken ({e!r:.80}): delete {folder} and run prepare.py again")
     for name, value in wanted.items():
         if meta[name] != value:
-            sys.exit(f"{folder} has {name}={meta[name]}, this run {value}: type --{name}={meta[name]}, or prepare anew")
-    for name in ("val.bin", "tokenizer.json"):  # small; train.bin is checked by its size, at every read
+            sys.exit(
+                f"{folder} has {name}={meta[name]}, this run {value}: type --{name}={meta[name]}, or prepare anew"
+            )
+    for name in (
+        "val.bin",
+        "tokenizer.json",
+    ):  # small; train.bin is checked by its size, at every read
         file = Path(folder) / name
         if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sums[name]:
-            sys.exit(f"{file} is missing or not the one meta.json describes: delete {folder} and run prepare.py again")
+            sys.exit(
+                f"{file} is missing or not the one meta.json describes: delete {folder} and run prepare.py again"
+            )
     return meta
 
 
@@ -53,7 +66,9 @@ def load_tokenizer(folder, meta):
         sys.exit(str(e))
     have, wanted = tokenizer.vocab_size, meta["vocab_size"]
     if have != wanted:
-        sys.exit(f"{folder}/tokenizer.json has {have} entries where meta.json says {wanted}: prepare the data anew")
+        sys.exit(
+            f"{folder}/tokenizer.json has {have} entries where meta.json says {wanted}: prepare the data anew"
+        )
     return tokenizer
 
 
@@ -64,7 +79,12 @@ class Rows:
     """
 
     def __init__(self, path, count, seq_len, vocab_size):
-        self.path, self.count, self.seq_len, self.vocab_size = Path(path), count, seq_len, vocab_size
+        self.path, self.count, self.seq_len, self.vocab_size = (
+            Path(path),
+            count,
+            seq_len,
+            vocab_size,
+        )
         self.mtime = self.path.stat().st_mtime_ns if self.path.exists() else 0
         self.read(0, 1)
 
@@ -73,20 +93,32 @@ class Rows:
         wanted = self.count * self.seq_len * 2
         size = os.path.getsize(self.path) if self.path.exists() else 0
         if size != wanted:
-            sys.exit(f"{self.path} has {size} bytes where meta.json says {wanted}: delete its folder and prepare anew")
-        if (mtime := self.path.stat().st_mtime_ns) != self.mtime:  # perhaps only touched: no day ends for that
-            print(f"WARNING: {self.path} was written to while in use, its rows may not be what meta.json describes")
+            sys.exit(
+                f"{self.path} has {size} bytes where meta.json says {wanted}: delete its folder and prepare anew"
+            )
+        if (
+            mtime := self.path.stat().st_mtime_ns
+        ) != self.mtime:  # perhaps only touched: no day ends for that
+            print(
+                f"WARNING: {self.path} was written to while in use, its rows may not be what meta.json describes"
+            )
             self.mtime = mtime
         parts, size = [], n * self.seq_len
         while n:
             start %= self.count
             take = min(n, self.count - start)
-            parts.append(np.fromfile(self.path, np.uint16, take * self.seq_len, offset=start * self.seq_len * 2))
+            parts.append(
+                np.fromfile(
+                    self.path, np.uint16, take * self.seq_len, offset=start * self.seq_len * 2
+                )
+            )
             start, n = start + take, n - take
         tokens = np.concatenate(parts)
         if tokens.size != size or tokens.max() >= self.vocab_size:
             why = "ends too soon" if tokens.size != size else "has tokens beyond the vocabulary"
-            sys.exit(f"{self.path} {why}, before row {start}: delete its folder and prepare it anew")
+            sys.exit(
+                f"{self.path} {why}, before row {start}: delete its folder and prepare it anew"
+            )
         return torch.from_numpy(tokens.astype(np.int64).reshape(-1, self.seq_len))
 
 
@@ -98,7 +130,9 @@ def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
     that shapes stay while the masking rate moves. Returns (ids, positions, labels).
     """
     B, T = rows.shape
-    positions = torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1  # (B, K), in random order
+    positions = (
+        torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1
+    )  # (B, K), in random order
     tokens = rows.gather(1, positions)
     rank = torch.arange(k_max, device=rows.device)
     n_mask = round(n * mask_share)
@@ -118,7 +152,9 @@ def held_out(rows, batch):
     N, T = rows.shape
     k = round(0.25 * T)
     generator = torch.Generator().manual_seed(0)
-    positions = torch.stack([torch.rand(T - 1, generator=generator).topk(k).indices for _ in range(N)]) + 1  # (N, k)
+    positions = (
+        torch.stack([torch.rand(T - 1, generator=generator).topk(k).indices for _ in range(N)]) + 1
+    )  # (N, k)
     tokens = rows.gather(1, positions)
     batch = min(batch, N)
     fill = torch.arange(N + -N % batch) % N  # row numbers, a few repeated at the end
@@ -128,7 +164,14 @@ def held_out(rows, batch):
         ids = rows.scatter(1, positions, torch.where(spare, tokens, MASK))
         labels = tokens.masked_fill(spare, IGNORE)[fill]
         labels[N:] = IGNORE
-        sets[rate] = list(zip(ids[fill].split(batch), positions[fill].split(batch), labels.split(batch), strict=True))
+        sets[rate] = list(
+            zip(
+                ids[fill].split(batch),
+                positions[fill].split(batch),
+                labels.split(batch),
+                strict=True,
+            )
+        )
     return sets
 
 
@@ -140,7 +183,10 @@ def fill_masks(model, tokenizer, sentence, device="cpu"):
     logits = model.eval()(ids, torch.tensor([[len(before) + 1]], device=device))
     model.train(was)
     top = logits[0, 0].float().softmax(-1).topk(3)
-    return [(tokenizer.decode([i]).strip(), p) for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+    return [
+        (tokenizer.decode([i]).strip(), p)
+        for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
 
 
 class Ragged:
@@ -153,7 +199,8 @@ class Ragged:
         self.length, self.pad, self.two_types, self.dev = arrays["length"], pad, two_types, dev
         start = np.cumsum(self.length) - self.length
         self.ids, self.start, self.end, self.first = (
-            torch.from_numpy(a).to(dev) for a in (arrays["ids"], start, start + self.length, start + arrays["first"])
+            torch.from_numpy(a).to(dev)
+            for a in (arrays["ids"], start, start + self.length, start + arrays["first"])
         )
         labels = torch.from_numpy(arrays["labels"])
         self.labels = (labels.float() if labels.is_floating_point() else labels).to(dev)
@@ -164,7 +211,10 @@ class Ragged:
 
     def batch(self, rows):
         """((ids, attention_mask, token_types), labels) of rows, (B, T) and (B,); no mask where nothing is padded."""
-        which, T = torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda"), self.width(rows)
+        which, T = (
+            torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda"),
+            self.width(rows),
+        )
         at = self.start[which, None] + torch.arange(T, device=self.dev)  # (B, T)
         real = at < self.end[which, None]
         ids = self.ids[at.clamp_(max=len(self.ids) - 1)].long().masked_fill_(~real, self.pad)

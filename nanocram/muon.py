@@ -10,9 +10,13 @@ from collections import defaultdict
 
 import torch
 
-from machine import native_bf16
+from nanocram.machine import native_bf16
 
-COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic that takes singular values from (0, 1] to about 1
+COEFFICIENTS = (
+    3.4445,
+    -4.775,
+    2.0315,
+)  # of the quintic that takes singular values from (0, 1] to about 1
 STEPS = 5
 EPS = 1e-7
 
@@ -36,7 +40,9 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         if any(p.ndim != 2 for group in self.param_groups for p in group["params"]):
-            raise ValueError("Muon takes matrices: give tables, norms and biases to another optimiser")
+            raise ValueError(
+                "Muon takes matrices: give tables, norms and biases to another optimiser"
+            )
 
     @torch.no_grad()
     def step(self):
@@ -56,4 +62,8 @@ class Muon(torch.optim.Optimizer):
                 dtype = torch.bfloat16 if native_bf16(same[0].device.type) else torch.float32
                 updates = orthogonalise(torch.stack([u.to(dtype) for u in updates]))
                 torch._foreach_mul_(same, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(same, updates.float().unbind(), alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
+                torch._foreach_add_(
+                    same,
+                    updates.float().unbind(),
+                    alpha=-group["lr"] * max(1, rows / columns) ** 0.5,
+                )

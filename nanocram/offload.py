@@ -18,18 +18,22 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-import machine
 from model import Block, MaskedLM
+from nanocram import machine
 
 
 def offload(model, dev):
     """Keep a MaskedLM in host memory and compute on dev; its parameters become DTensors of one process.
 
     Returns {name: parameter}, ordinary tensors that share their memory: optimisers take these."""
-    from torch.distributed.device_mesh import init_device_mesh  # half a second that other runs need not wait for
+    from torch.distributed.device_mesh import (
+        init_device_mesh,  # half a second that other runs need not wait for
+    )
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # that logits are a view: nobody writes into them
+    warnings.filterwarnings(
+        "ignore", message="FSDP2-wrapped module"
+    )  # that logits are a view: nobody writes into them
     if not dist.is_initialized():  # fully_shard asks for a process group, be it of one
         backend = "cpu:gloo,cuda:nccl" if dev.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -38,7 +42,9 @@ def offload(model, dev):
     for block in model.model.layers:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)  # embeddings and head: one more group, there all the time
+    fully_shard(
+        model, mesh=mesh, offload_policy=policy
+    )  # embeddings and head: one more group, there all the time
     return {name: torch.nn.Parameter(p.to_local().detach()) for name, p in model.named_parameters()}
 
 
@@ -51,13 +57,26 @@ def step_bytes(model, amp_dtype, n_micro, micro_batch, seq_len, predicted, pinne
     blocks = [sum(p.nbytes for p in block.parameters()) for block in model.model.layers]
     rest = every - sum(blocks)  # embeddings and head
     held = sum(1 << (p.nbytes - 1).bit_length() for p in model.parameters()) if pinned else every
-    saving = 12 * config.n_layer * config.n_embd**2  # q, k and v side by side, as the model folder has them
-    states = 4 * (rest + max(blocks))  # weights, their gradients, and two copies of these on their way
+    saving = (
+        12 * config.n_layer * config.n_embd**2
+    )  # q, k and v side by side, as the model folder has them
+    states = 4 * (
+        rest + max(blocks)
+    )  # weights, their gradients, and two copies of these on their way
     states += (rest + max(blocks)) // 2 if low else 0  # what autocast multiplies
-    row = 4 * config.n_layer * seq_len * config.n_embd  # the input of every block, and all of one of them
+    row = (
+        4 * config.n_layer * seq_len * config.n_embd
+    )  # the input of every block, and all of one of them
     row += kept_of_a_row(Block(config, first=False), seq_len, amp_dtype)
-    row += 10 * predicted * config.vocab_size  # logits in low precision and in float32, and their softmax
-    return 2 * held + 2 * every + saving, states + micro_batch * row, n_micro * (every + sum(blocks)), n_micro * every
+    row += (
+        10 * predicted * config.vocab_size
+    )  # logits in low precision and in float32, and their softmax
+    return (
+        2 * held + 2 * every + saving,
+        states + micro_batch * row,
+        n_micro * (every + sum(blocks)),
+        n_micro * every,
+    )
 
 
 def kept_of_a_row(block, seq_len, amp_dtype):
@@ -76,7 +95,9 @@ def bus_rates(dev):
     there = torch.zeros(2**26, device=dev)
     here, total = torch.zeros(2**26, pin_memory=dev.type == "cuda"), torch.zeros(2**26)
     to = min(machine.timed(dev, there.copy_, here)[0] for _ in range(3))
-    back = min(machine.timed(dev, lambda: total.add_(there.to("cpu", copy=True)))[0] for _ in range(3))
+    back = min(
+        machine.timed(dev, lambda: total.add_(there.to("cpu", copy=True)))[0] for _ in range(3)
+    )
     return there.nbytes / to, there.nbytes / back
 
 
@@ -93,10 +114,14 @@ def plan(config, dev, amp_dtype, rows, micro_batch, seq_len, predicted):
     with torch.device("meta"):
         model = MaskedLM(config)
     n_micro, pinned = rows // micro_batch, dev.type == "cuda"
-    on_host, on_device, out, back = step_bytes(model, amp_dtype, n_micro, micro_batch, seq_len, predicted, pinned)
+    on_host, on_device, out, back = step_bytes(
+        model, amp_dtype, n_micro, micro_batch, seq_len, predicted, pinned
+    )
     to_rate, back_rate = bus_rates(dev)
     copies = out / to_rate + back / back_rate
-    flops = rows * seq_len * model.flops_per_token(seq_len, predicted) * 4 / 3  # forward, once more, and backward
+    flops = (
+        rows * seq_len * model.flops_per_token(seq_len, predicted) * 4 / 3
+    )  # forward, once more, and backward
     compute = flops / machine.matmul_rate(dev, amp_dtype)
     update = sum(p.numel() for p in model.parameters()) / adamw_rate()
     return (

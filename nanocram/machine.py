@@ -1,7 +1,7 @@
 """What this machine is: the device, the precision it does natively, how fast it multiplies matrices, its versions.
 
-    python -c "import machine; print(machine.pick('auto', 'auto'))"
-    python -c "import machine; print(machine.describe(machine.pick('auto', 'auto')[0]))"
+python -c "from nanocram import machine; print(machine.pick('auto', 'auto'))"
+python -c "from nanocram import machine; print(machine.describe(machine.pick('auto', 'auto')[0]))"
 """
 
 import contextlib
@@ -21,10 +21,35 @@ import numpy as np
 import torch
 
 # Dense bf16 products (fp16 where a card has no bf16) summed in fp32, in TFLOP/s, from the vendors' datasheets.
-DATASHEET = {"B200": 2250, "H200": 989, "H100": 989, "H100 PCIe": 756, "A100": 312, "L40S": 362, "L4": 121, "A10": 125,
-             "A6000": 155, "5090": 210, "4090": 165, "3090": 71, "2080 Ti": 54, "V100": 125, "T4": 65}  # fmt: skip
-VARIANTS = {"PCIe", "NVL", "Ti", "SUPER", "Laptop", "D", "MIG"}  # words that make a card another one
-DRIVER = Path("/dev/nvidiactl")  # there where Linux has a card of NVIDIA's, and a container was given it
+DATASHEET = {
+    "B200": 2250,
+    "H200": 989,
+    "H100": 989,
+    "H100 PCIe": 756,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+    "A10": 125,
+    "A6000": 155,
+    "5090": 210,
+    "4090": 165,
+    "3090": 71,
+    "2080 Ti": 54,
+    "V100": 125,
+    "T4": 65,
+}
+VARIANTS = {
+    "PCIe",
+    "NVL",
+    "Ti",
+    "SUPER",
+    "Laptop",
+    "D",
+    "MIG",
+}  # words that make a card another one
+DRIVER = Path(
+    "/dev/nvidiactl"
+)  # there where Linux has a card of NVIDIA's, and a container was given it
 
 
 def pick(device, dtype):
@@ -34,13 +59,31 @@ def pick(device, dtype):
     no attention by cuDNN, on a CPU a C library that keeps freed memory."""
     backends = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if device in backends and not backends[device]():
-        sys.exit(f"device={device}, but this build of torch sees no such device: type --device=auto")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")  # by the user: then it is meant
-    if device == "auto" and torch.version.cuda and DRIVER.exists() and not (torch.cuda.is_available() or hidden):
-        sys.exit(f"torch cannot use this machine's GPU: update its driver for CUDA {torch.version.cuda}, or "
-                 "take a torch for an older CUDA from pytorch.org, or type --device=cpu")  # fmt: skip
+        sys.exit(
+            f"device={device}, but this build of torch sees no such device: type --device=auto"
+        )
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in (
+        "",
+        "-1",
+    )  # by the user: then it is meant
+    if (
+        device == "auto"
+        and torch.version.cuda
+        and DRIVER.exists()
+        and not (torch.cuda.is_available() or hidden)
+    ):
+        sys.exit(
+            f"torch cannot use this machine's GPU: update its driver for CUDA {torch.version.cuda}, or "
+            "take a torch for an older CUDA from pytorch.org, or type --device=cpu"
+        )
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        device = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     if dtype == "auto":
         dtype = "bfloat16" if native_bf16(device) else "float16" if device == "cuda" else "float32"
     torch.set_float32_matmul_precision("high")
@@ -57,7 +100,10 @@ def native_bf16(device):
     """Whether a "cuda", "mps" or "cpu" has instructions for bfloat16; without, torch is up to 20 times slower in it."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    tests = [getattr(torch.cpu, name, bool) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    tests = [
+        getattr(torch.cpu, name, bool)
+        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    ]
     return device == "cpu" and any(test() for test in tests)
 
 
@@ -100,7 +146,10 @@ def datasheet_rate(name):
     """FLOP/s that the vendor promises for the card of that name, 0 where we do not know."""
     words = set(re.split("[ -]", name))
     cards = {card: set(card.split()) for card in DATASHEET}
-    return max((1e12 * DATASHEET[c] for c, w in cards.items() if w <= words and not words & VARIANTS - w), default=0.0)
+    return max(
+        (1e12 * DATASHEET[c] for c, w in cards.items() if w <= words and not words & VARIANTS - w),
+        default=0.0,
+    )
 
 
 def peak_bytes(device):
@@ -111,7 +160,9 @@ def peak_bytes(device):
         import resource  # there is none on Windows
     except ImportError:
         return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def kept_bytes(forward, parameters):
@@ -137,7 +188,9 @@ def power_meter(device):
     def read():
         identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"  # CUDA_VISIBLE_DEVICES changes the numbers
         query = ["nvidia-smi", identity, "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
-        with contextlib.suppress(OSError, ValueError):  # no such program; "[N/A]", a driver that does not tell
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # no such program; "[N/A]", a driver that does not tell
             while not done.wait(0.5):
                 watts.append(float(subprocess.run(query, capture_output=True, text=True).stdout))
 
@@ -155,7 +208,9 @@ def power_meter(device):
 def processor():
     """What the processor calls itself; on Linux platform.processor() says nothing of use."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+        if found := re.search(
+            r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        ):
             return found[1]
     return platform.processor() or platform.machine()
 
@@ -164,11 +219,21 @@ def describe(device):
     """The date, versions, hardware and the commit of this code, as a dict of strings and numbers."""
     try:
         here = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40"], **here).stdout.strip()
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40"], **here
+        ).stdout.strip()
     except OSError:  # no git
         commit = ""
     name = torch.cuda.get_device_name() if device.type == "cuda" else processor()
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    hardware = {"system": platform.platform(), "device": f"{device.type}: {name}", "cores": os.cpu_count()}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+    hardware = {
+        "system": platform.platform(),
+        "device": f"{device.type}: {name}",
+        "cores": os.cpu_count(),
+    }
     made = {"commit": commit or "unknown", "date": time.strftime("%Y-%m-%d", time.gmtime())}
     return {**versions, **hardware, "threads": torch.get_num_threads(), **made}

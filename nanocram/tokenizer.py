@@ -1,6 +1,6 @@
 """Text to token ids and back: one normalisation, one byte-level BPE, kept in one tokenizer.json with two readers.
 
-    python -c "from tokenizer import Tokenizer; print(Tokenizer('data/tiny/tokenizer.json').encode('Hello, world!'))"
+    python -c "from nanocram.tokenizer import Tokenizer; print(Tokenizer('data/tiny/tokenizer.json').encode('Hello, world!'))"
     python -c "from transformers import AutoTokenizer as A; print(A.from_pretrained('data/tiny')('Hello, world!'))"
 
 The tokenizers library trains the vocabulary and defines the file, so transformers loads it with no code of ours;
@@ -70,13 +70,19 @@ def normaliser_steps(mode):
         return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
 
     to_ascii = [
-        *(replace(*rule) for rule in FOLD), {"type": "NFD"}, replace(NOT_ASCII.pattern, ""), {"type": "Lowercase"},
-        replace("``", '"', "String"), replace("''", '"', "String"),
-    ]  # fmt: skip
+        *(replace(*rule) for rule in FOLD),
+        {"type": "NFD"},
+        replace(NOT_ASCII.pattern, ""),
+        {"type": "Lowercase"},
+        replace("``", '"', "String"),
+        replace("''", '"', "String"),
+    ]
     spaces = [
-        replace(SPACE, " "), {"type": "Strip", "strip_left": True, "strip_right": True},
-        {"type": "Prepend", "prepend": " "}, replace(BEFORE_PUNCTUATION, ""),
-    ]  # fmt: skip
+        replace(SPACE, " "),
+        {"type": "Strip", "strip_left": True, "strip_right": True},
+        {"type": "Prepend", "prepend": " "},
+        replace(BEFORE_PUNCTUATION, ""),
+    ]
     return {"type": "Sequence", "normalizers": (to_ascii if mode == "ascii" else []) + spaces}
 
 
@@ -103,11 +109,15 @@ def train_tokenizer(texts, size, mode, folder):
     tokenizer.train_from_iterator((normalise(t, mode) for t in texts), trainer)
     got = tokenizer.get_vocab_size()
     if got < size:
-        less = f"type --vocab_size={got}, or " if got > 260 else ""  # 260: bytes and special tokens, no text at all
+        less = (
+            f"type --vocab_size={got}, or " if got > 260 else ""
+        )  # 260: bytes and special tokens, no text at all
         sys.exit(f"the text yields a vocabulary of only {got} entries: {less}give more text")
     pair = "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
     ends = [("[CLS]", CLS), ("[SEP]", SEP)]
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, special_tokens=ends)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", pair, special_tokens=ends
+    )
 
     spec = json.loads(tokenizer.to_str())
     spec["normalizer"] = normaliser_steps(mode)
@@ -119,10 +129,16 @@ def train_tokenizer(texts, size, mode, folder):
         for token in sorted(set(vocab) - set(SPECIAL), key=vocab.get)
         for i in range(1, len(token))
     )
-    spec["model"] |= {"merges": [list(s) for s in splits if s[0] in vocab and s[1] in vocab], "ignore_merges": True}
+    spec["model"] |= {
+        "merges": [list(s) for s in splits if s[0] in vocab and s[1] in vocab],
+        "ignore_merges": True,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(spec, ensure_ascii=False), encoding="utf-8")
     roles = {f"{s[1:-1].lower()}_token": s for s in SPECIAL}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     config |= {"clean_up_tokenization_spaces": False, "split_special_tokens": False, **roles}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
@@ -142,10 +158,15 @@ class Tokenizer:
             vocab = {k: v for k, v in spec["model"]["vocab"].items() if k not in SPECIAL}
             ranks = {bytes(to_byte[c] for c in token): rank for token, rank in vocab.items()}
             self.encoding = tiktoken.Encoding(
-                "nanocram", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={s: i for i, s in enumerate(SPECIAL)}
+                "nanocram",
+                pat_str=PATTERN,
+                mergeable_ranks=ranks,
+                special_tokens={s: i for i, s in enumerate(SPECIAL)},
             )
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
-            raise ValueError(f"{path} is not a tokenizer.json of prepare.py ({e!r:.80}): prepare the data again") from e
+            raise ValueError(
+                f"{path} is not a tokenizer.json of prepare.py ({e!r:.80}): prepare the data again"
+            ) from e
         self.vocab_size = self.encoding.n_vocab
 
     def encode(self, text):
@@ -161,4 +182,10 @@ def truncated(lengths, limit):
     """How much of one or two texts of these lengths fits into limit tokens: the longer gives first."""
     short = min(*lengths, limit // 2) if len(lengths) == 2 else 0
     long = min(max(lengths), limit - short)
-    return [long] if len(lengths) == 1 else [short, long] if lengths[0] <= lengths[1] else [long, short]
+    return (
+        [long]
+        if len(lengths) == 1
+        else [short, long]
+        if lengths[0] <= lengths[1]
+        else [long, short]
+    )

@@ -16,7 +16,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-RANK, LOCAL_RANK, WORLD = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+RANK, LOCAL_RANK, WORLD = (
+    int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+)
 # what gloo and NCCL say of a rank that is gone
 LOST = ("connection", "timed out", "timeout", "broken pipe", "remote process", "aborted")
 
@@ -28,7 +30,9 @@ def join(device):
     gpus = torch.cuda.device_count() if device in ("auto", "cuda") else 0
     if gpus:
         if gpus <= LOCAL_RANK:
-            sys.exit(f"there is no GPU for process {LOCAL_RANK} of this machine: type --nproc_per_node={gpus}")
+            sys.exit(
+                f"there is no GPU for process {LOCAL_RANK} of this machine: type --nproc_per_node={gpus}"
+            )
         torch.cuda.set_device(LOCAL_RANK)
     # Its functions' defaults are the group there is at its import. torch imports it sooner or later, and a group they
     # keep is not destroyed by leave(): the threads of gloo run on while Python ends, and now and then abort it.
@@ -38,8 +42,10 @@ def join(device):
 
 
 def leave():
-    """End what join() or host.offload() began."""
-    agree(0.0, False)  # all wait for rank 0, which is still saving: gloo aborts a process that leaves before the others
+    """End what join() or offload_host.offload() began."""
+    agree(
+        0.0, False
+    )  # all wait for rank 0, which is still saving: gloo aborts a process that leaves before the others
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -52,7 +58,9 @@ def others():
     except RuntimeError as e:
         if not any(word in str(e).lower() for word in LOST):
             raise
-        sys.exit(f"rank {RANK} has lost the others, start again with --init=resume: {str(e).splitlines()[0]:.120}")
+        sys.exit(
+            f"rank {RANK} has lost the others, start again with --init=resume: {str(e).splitlines()[0]:.120}"
+        )
 
 
 def agree(progress, stop):

@@ -1,6 +1,6 @@
 """The model folder: config.json and model.safetensors, natively a ModernBERT wherever the model is one.
 
-    python -c "import folder; print(folder.load('out/tiny').config)"
+    python -c "from nanocram import model_folder; print(model_folder.load('out/tiny').config)"
     python -c "from transformers import AutoModelForMaskedLM as M; print(M.from_pretrained('out/tiny'))"
 
 transformers loads such a folder with no code of ours. What is no ModernBERT is saved under our own names, for load().
@@ -13,16 +13,26 @@ from pathlib import Path
 
 import torch
 
-from disk import write_beside
 from model import ROPE_THETA, Classifier, MaskedLM, ModelConfig
+from nanocram.safety import write_beside
 
 
 def not_native(config):
     """Why a model of this config is no ModernBERT, in a few words; '' where it is one."""
-    works = {"n_narrow": [0, 1], "position": ["rope"], "post_norm": [False], "embedding_norm": [True],
-             "first_attn_norm": [False], "final_norm": [True], "head_transform": [True], "token_types": [0],
-             "activation": ["geglu", "relu2"]}  # fmt: skip
-    return ", ".join(f"{k}={getattr(config, k)}" for k, v in works.items() if getattr(config, k) not in v)
+    works = {
+        "n_narrow": [0, 1],
+        "position": ["rope"],
+        "post_norm": [False],
+        "embedding_norm": [True],
+        "first_attn_norm": [False],
+        "final_norm": [True],
+        "head_transform": [True],
+        "token_types": [0],
+        "activation": ["geglu", "relu2"],
+    }
+    return ", ".join(
+        f"{k}={getattr(config, k)}" for k, v in works.items() if getattr(config, k) not in v
+    )
 
 
 def folder_config(config, labels=None):
@@ -32,23 +42,48 @@ def folder_config(config, labels=None):
     ours = {"nanocram": asdict(config)}
     if labels is not None:
         names = dict(enumerate(labels or ("LABEL_0",)))
-        ours |= {"id2label": names, "label2id": {name: i for i, name in names.items()}, "classifier_dropout": 0.1,
-                 "problem_type": "single_label_classification" if labels else "regression"}  # fmt: skip
+        ours |= {
+            "id2label": names,
+            "label2id": {name: i for i, name in names.items()},
+            "classifier_dropout": 0.1,
+            "problem_type": "single_label_classification" if labels else "regression",
+        }
     if not_native(config):
         return {"model_type": "nanocram", **ours}
     kind = "ForMaskedLM" if labels is None else "ForSequenceClassification"
-    relu2 = config.activation == "relu2"  # relu(a) · g with a = g = Wi x is relu², exactly: Wi is stored twice
+    relu2 = (
+        config.activation == "relu2"
+    )  # relu(a) · g with a = g = Wi x is relu², exactly: Wi is stored twice
     return {
-        "architectures": [f"ModernBert{kind}"], "model_type": "modernbert", "dtype": "float32",
-        "vocab_size": config.vocab_size, "hidden_size": config.n_embd, "intermediate_size": config.n_inner,
-        "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head,
-        "max_position_embeddings": config.max_seq_len, "hidden_activation": "relu" if relu2 else "gelu",
-        "norm_eps": config.norm_eps, "norm_bias": config.norm_bias, "attention_bias": config.linear_bias,
-        "mlp_bias": config.linear_bias, "classifier_bias": config.linear_bias, "decoder_bias": config.decoder_bias,
-        "classifier_activation": "gelu", "classifier_pooling": "cls", "tie_word_embeddings": True,
-        "global_attn_every_n_layers": 1, "global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA,
-        "pad_token_id": 0, "cls_token_id": 1, "bos_token_id": 1, "sep_token_id": 2, "eos_token_id": 2, **ours,
-    }  # fmt: skip
+        "architectures": [f"ModernBert{kind}"],
+        "model_type": "modernbert",
+        "dtype": "float32",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.n_embd,
+        "intermediate_size": config.n_inner,
+        "num_hidden_layers": config.n_layer,
+        "num_attention_heads": config.n_head,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_activation": "relu" if relu2 else "gelu",
+        "norm_eps": config.norm_eps,
+        "norm_bias": config.norm_bias,
+        "attention_bias": config.linear_bias,
+        "mlp_bias": config.linear_bias,
+        "classifier_bias": config.linear_bias,
+        "decoder_bias": config.decoder_bias,
+        "classifier_activation": "gelu",
+        "classifier_pooling": "cls",
+        "tie_word_embeddings": True,
+        "global_attn_every_n_layers": 1,
+        "global_rope_theta": ROPE_THETA,
+        "local_rope_theta": ROPE_THETA,
+        "pad_token_id": 0,
+        "cls_token_id": 1,
+        "bos_token_id": 1,
+        "sep_token_id": 2,
+        "eos_token_id": 2,
+        **ours,
+    }
 
 
 def to_folder_keys(state, config):
@@ -119,8 +154,13 @@ def load(folder, device="cpu"):
 
     try:
         settings = json.loads((Path(folder) / "config.json").read_text())
-        model, state = MaskedLM(ModelConfig(**settings["nanocram"])), load_file(Path(folder) / "model.safetensors")
-        state = {k: v.reshape(v.shape or (1,)) for k, v in state.items()}  # position_scale was a scalar once
+        model, state = (
+            MaskedLM(ModelConfig(**settings["nanocram"])),
+            load_file(Path(folder) / "model.safetensors"),
+        )
+        state = {
+            k: v.reshape(v.shape or (1,)) for k, v in state.items()
+        }  # position_scale was a scalar once
         if "id2label" in settings:
             model = Classifier(model, len(settings["id2label"]))
         if wrong := complaint(state, to_folder_keys(model.state_dict(), model.config)):
@@ -130,7 +170,9 @@ def load(folder, device="cpu"):
             state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
-        raise ValueError(f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}") from None
+        raise ValueError(
+            f"{folder} is no model folder of train.py, name the out_dir of a run: {e!r:.150}"
+        ) from None
     return model.to(device).eval()
 
 
@@ -139,4 +181,6 @@ def maker(folder):
     try:
         return json.loads((folder / "config.json").read_text())["made"] if folder.exists() else ""
     except (OSError, ValueError, LookupError, TypeError):
-        sys.exit(f"{folder} exists and is no classifier of ours: move it away, or leave out --save_models")
+        sys.exit(
+            f"{folder} exists and is no classifier of ours: move it away, or leave out --save_models"
+        )

@@ -6,28 +6,39 @@ import pytest
 import torch
 from test_train import new_run
 
-import checkpoint
-import host
-import machine
-import record
 import train as module
-from folder import load
 from model import MaskedLM
+from nanocram import checkpoint, machine, record
+from nanocram import offload as offload_host
+from nanocram.model_folder import load
 
 
 @pytest.fixture
 def offloaded(train, monkeypatch):
     """The train module with a model whose gradients are nowhere zero; a process group that offload made is ended."""
-    for name, value in {"zero_init": False, "dropout": 0.1, "samples": "", "max_steps": 5, "evals": 2}.items():
+    for name, value in {
+        "zero_init": False,
+        "dropout": 0.1,
+        "samples": "",
+        "max_steps": 5,
+        "evals": 2,
+    }.items():
         monkeypatch.setattr(train, name, value)
     yield train
     module.parallel.leave()
 
 
-@pytest.mark.parametrize("settings", [
-    {"optimizer": "adamw", "dtype": "bfloat16"}, {"optimizer": "adamw", "n_narrow": 2, "n_layer": 3},
-    pytest.param({"optimizer": "adamw", "position": "learned", "post_norm": True}, marks=pytest.mark.slow),
-    {"optimizer": "adam", "position": "sinusoidal", "head_transform": False, "n_layer": 3}])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "adamw", "dtype": "bfloat16"},
+        {"optimizer": "adamw", "n_narrow": 2, "n_layer": 3},
+        pytest.param(
+            {"optimizer": "adamw", "position": "learned", "post_norm": True}, marks=pytest.mark.slow
+        ),
+        {"optimizer": "adam", "position": "sinusoidal", "head_transform": False, "n_layer": 3},
+    ],
+)
 def test_offload_is_the_plain_run_bit_for_bit(offloaded, monkeypatch, tmp_path, settings):
     """Weights after a run with a batch ramp, dropout and clipping, its losses, and the state of its optimisers."""
     for name, value in settings.items():
@@ -83,7 +94,9 @@ def test_blocks_are_on_the_device_one_at_a_time_and_nothing_of_them_is_kept(offl
     blocks, there, seen = run.model.model.layers, {}, []
 
     def look(i):
-        there[i] = blocks[i].mlp.Wi.weight  # not the shard in host memory, but what was brought for this
+        there[i] = blocks[
+            i
+        ].mlp.Wi.weight  # not the shard in host memory, but what was brought for this
         assert not hasattr(there[i], "to_local") and not torch.is_autocast_cache_enabled()
         seen.append((i, sorted(j for j, w in there.items() if w.untyped_storage().nbytes())))
 
@@ -100,7 +113,9 @@ def test_blocks_are_on_the_device_one_at_a_time_and_nothing_of_them_is_kept(offl
         batch = run.micro_batch_at(0, 20)
         return machine.kept_bytes(lambda: run.loss(*batch), run.weights.values())
 
-    assert kept(5) - kept(4) == 8 * 128 * 32 * 4  # rows, tokens, width, bytes: the fifth block's input, no more
+    assert (
+        kept(5) - kept(4) == 8 * 128 * 32 * 4
+    )  # rows, tokens, width, bytes: the fifth block's input, no more
 
 
 def test_offload_with_a_loss_scale(offloaded, monkeypatch):
@@ -114,7 +129,9 @@ def test_offload_with_a_loss_scale(offloaded, monkeypatch):
         while run.state["step"] - run.state["skipped"] < 2:
             assert run.train_step(0.5)
         run.state["step_seconds"] = 0.0
-        ends.append((run.state, run.scaler.get_scale(), [w.detach().clone() for w in run.weights.values()]))
+        ends.append(
+            (run.state, run.scaler.get_scale(), [w.detach().clone() for w in run.weights.values()])
+        )
     (state, scale, weights), (other_state, other_scale, other_weights) = ends
     assert state == other_state and state["skipped"] > 0 and scale == other_scale < 2.0**24
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
@@ -131,24 +148,33 @@ def test_the_plan(offloaded, monkeypatch, amp_dtype):
     blocks = sum(p.numel() for p in plain.model.layers.parameters())
     saving = 4 * 6 * 3 * 32 * 32
     sizes = (amp_dtype, 2, 8, 128, 38)
-    on_host, on_device, out, back = host.step_bytes(plain, *sizes, pinned=False)
+    on_host, on_device, out, back = offload_host.step_bytes(plain, *sizes, pinned=False)
     assert (on_host, out, back) == (16 * every + saving, 2 * 4 * (blocks + every), 2 * 4 * every)
     pinned = sum(2 ** math.ceil(math.log2(4 * p.numel())) for p in plain.parameters())
-    assert host.step_bytes(plain, *sizes, pinned=True)[0] == 2 * pinned + 8 * every + saving
+    assert offload_host.step_bytes(plain, *sizes, pinned=True)[0] == 2 * pinned + 8 * every + saving
 
-    more = host.step_bytes(plain, amp_dtype, 2, 16, 128, 38, pinned=False)[1] - on_device
+    more = offload_host.step_bytes(plain, amp_dtype, 2, 16, 128, 38, pinned=False)[1] - on_device
     monkeypatch.setattr(offloaded, "offload", False)
     monkeypatch.setattr(offloaded, "n_layer", 2)  # of which the last computes predicted rows alone
     run = new_run(offloaded, amp_dtype)
     batch = run.micro_batch_at(0, 38)
     few, many = ([x.repeat(n, 1) for x in batch] for n in (1, 2))
-    rows = [machine.kept_bytes(lambda batch=batch: run.loss(*batch), run.weights.values()) for batch in (few, many)]
+    rows = [
+        machine.kept_bytes(lambda batch=batch: run.loss(*batch), run.weights.values())
+        for batch in (few, many)
+    ]
     assert more == pytest.approx(rows[1] - rows[0] + 8 * 4 * 128 * 32 * 4, rel=0.35)
 
-    text = host.plan(config, torch.device("cpu"), amp_dtype, 16, 8, 128, 38)
-    assert f"offload: {on_host / 1e9:.3g} GB in host memory, about {on_device / 1e9:.3g} GB on the device" in text
-    assert f"a step of 2 x 8 rows: {(out + back) / 1e9:.3g} GB over the bus" in text and len(text.splitlines()) == 2
-    assert min(*host.bus_rates(torch.device("cpu")), host.adamw_rate()) > 1e7
+    text = offload_host.plan(config, torch.device("cpu"), amp_dtype, 16, 8, 128, 38)
+    assert (
+        f"offload: {on_host / 1e9:.3g} GB in host memory, about {on_device / 1e9:.3g} GB on the device"
+        in text
+    )
+    assert (
+        f"a step of 2 x 8 rows: {(out + back) / 1e9:.3g} GB over the bus" in text
+        and len(text.splitlines()) == 2
+    )
+    assert min(*offload_host.bus_rates(torch.device("cpu")), offload_host.adamw_rate()) > 1e7
 
 
 def test_the_plan_comes_before_anything_is_made(offloaded, monkeypatch, capsys):

@@ -1,8 +1,8 @@
-"""ckpt.pt: all that a run needs to go on, written beside its goal and renamed, read without executing anything.
+"""ckpt.pt: all that a run needs to go on, written beside its goal, read without executing anything.
 
     python -c "import torch; print(torch.load('out/tiny/ckpt.pt', weights_only=True)['state'])"
 
-What does not fit, weights that are not finite included, is refused by name before anything of the run is touched.
+What does not fit is refused by name before anything of the run is touched.
 """
 
 import math
@@ -12,103 +12,106 @@ from pathlib import Path
 
 import torch
 
-from nanocram.model_folder import complaint, plain
-from nanocram.record import COLUMNS
+from nanocram.model_folder import misfit, not_finite, plain
 from nanocram.safety import write_beside
 
-VERSION = 1  # of the format; another one is refused
+VERSION = 2  # of the format; another one is refused
 
 
 def write(run, optimizer):
     """Write ckpt.pt of a train.Run; the old one is there until the new one is whole.
 
     Raises OSError or RuntimeError where that fails, ValueError where a weight is not finite."""
-    if wrong := complaint(model := {k: plain(v) for k, v in run.model.state_dict().items()}, model):
+    weights = {name: plain(tensor) for name, tensor in run.model.state_dict().items()}
+    wrong = not_finite(weights)
+    if wrong:
         raise ValueError(wrong)
     checkpoint = {
         "version": VERSION,
         "config": asdict(run.model.config),
         "data": run.meta["sha256"]["train.bin"],
-        "model": model,
+        "model": weights,
         "optimizer": optimizer,
         "optimizers": [o.state_dict()["state"] for o in run.optimizers],
         "scaler": run.scaler.state_dict(),
-        "state": run.state,
-        "elapsed": run.elapsed(),
+        "state": asdict(run.state) | {"elapsed": run.clock.elapsed()},
     }
     write_beside(run.folder / "ckpt.pt", lambda path: torch.save(checkpoint, path))
 
 
-def read(run, optimizer):
-    """The dict in ckpt.pt; exits with one line where it is damaged, or does not fit the run."""
+def restore(run, optimizer):
+    """Take everything but the settings from ckpt.pt, or exit with one line and change nothing."""
     path = Path(run.folder) / "ckpt.pt"
     if not path.exists():
-        sys.exit(
-            f"{path} not found: name the --out_dir of a run to resume, or leave out --init=resume"
-        )
+        sys.exit(f"{path} not found: name the --out_dir of a run to resume, or drop --init=resume")
     try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if ckpt.get("version", VERSION) != VERSION:
-            sys.exit(
-                f"{path} is of version {ckpt['version']!r:.20}, not {VERSION}: use the commit that run.json names"
-            )
-        ours, theirs = asdict(run.model.config) | {"optimizer": optimizer}, dict(ckpt["config"])
-        theirs = (
-            asdict(type(run.model.config)()) | theirs | {"optimizer": ckpt["optimizer"]}
-        )  # settings may be younger
-        if unknown := theirs.keys() - ours.keys():
-            sys.exit(
-                f"{path} has a setting {min(unknown):.40}, unknown here: use the commit that run.json names"
-            )
-        if wrong := [f"--{k}={theirs[k]}" for k in ours if ours[k] != theirs[k]]:
-            sys.exit(f"{path} is of another model: to resume it, type {' '.join(wrong)}")
-        if ckpt["data"] != run.meta["sha256"]["train.bin"]:
-            sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
-        ckpt["model"] = {
-            k: v.reshape(v.shape or (1,)) for k, v in ckpt["model"].items()
-        }  # position_scale was a scalar
-        ckpt["state"] = (
-            run.state | ckpt["state"] | {"skipped_in_row": 0}
-        )  # younger fields, and a fresh start
-        if wrong := complaint(ckpt["model"], run.model.state_dict()) or misfit(run, ckpt):
-            sys.exit(f"{path} does not fit: {wrong}")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        wrong = objection(run, optimizer, checkpoint)
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} is damaged or no checkpoint of train.py: {type(e).__name__}")
-    return ckpt
+    if wrong:
+        sys.exit(f"{path} {wrong}")
+    for name, tensor in run.model.state_dict().items():
+        plain(tensor).copy_(checkpoint["model"][name])
+    for o, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
+        o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
+    if checkpoint["scaler"] and run.scaler.is_enabled():
+        run.scaler.load_state_dict(checkpoint["scaler"])
+    run.clock.earlier = checkpoint["state"].pop("elapsed")
+    for name, value in checkpoint["state"].items():
+        setattr(run.state, name, value)
+    run.state.skipped_in_row = 0  # a fresh start
 
 
-def misfit(run, ckpt):
-    """What of optimisers, scaler, state and clock cannot be the run's, in a few words; '' if all can."""
-    if len(ckpt["optimizers"]) != len(run.optimizers):
-        return f"{len(ckpt['optimizers'])} optimisers, not {len(run.optimizers)}"
-    for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
+def objection(run, optimizer, checkpoint):
+    """Why a checkpoint cannot be resumed as run, and what to type; '' where it can."""
+    version = checkpoint["version"]
+    if version != VERSION:
+        return f"is of version {version!r:.20}, not {VERSION}: use the commit that run.json names"
+    ours = asdict(run.model.config) | {"optimizer": optimizer}
+    theirs = checkpoint["config"] | {"optimizer": checkpoint["optimizer"]}
+    other = sorted(theirs.keys() ^ ours.keys())
+    if other:
+        return f"is of a model with other settings ({other[0]:.40}): use the commit in run.json"
+    flags = [f"--{name}={theirs[name]}" for name in ours if ours[name] != theirs[name]]
+    if flags:
+        return f"is of another model: to resume it, type {' '.join(flags)}"
+    if checkpoint["data"] != run.meta["sha256"]["train.bin"]:
+        return "was trained on another train.bin: name its --data_dir"
+    wrong = (
+        misfit(checkpoint["model"], run.model.state_dict())
+        or optimizer_misfit(run.optimizers, checkpoint["optimizers"])
+        or state_misfit(run.state, checkpoint)
+    )
+    return f"does not fit: {wrong}" if wrong else ""
+
+
+def optimizer_misfit(optimizers, states):
+    """What of the saved states is not of these optimisers, in a few words; '' if all is."""
+    if len(states) != len(optimizers):
+        return f"{len(states)} optimisers, not {len(optimizers)}"
+    for o, state in zip(optimizers, states, strict=True):
         params = [p for group in o.param_groups for p in group["params"]]
-        for i, remembered in saved.items():
-            wanted = {k: params[i] if v.ndim else v for k, v in remembered.items()}
-            if wrong := complaint(remembered, wanted):
+        for i, remembered in state.items():
+            # A moment is of its parameter's shape; a counter of steps has no dimension.
+            wanted = {name: params[i] if t.ndim else t for name, t in remembered.items()}
+            wrong = misfit(remembered, wanted)
+            if wrong:
                 return f"of parameter {i} of {type(o).__name__}, {wrong}"
-    if unknown := ckpt["state"].keys() - run.state.keys() or ckpt["state"]["last"].keys() - set(
-        COLUMNS
-    ):
-        return f"{min(unknown)} in its state is unknown"
-    if ckpt["scaler"] and not 0 < ckpt["scaler"]["scale"] < math.inf:
-        return f"scale={ckpt['scaler']['scale']!r:.30}"
-    for name, value in (run.state | {"elapsed": 0.0}).items():
-        found = (ckpt["state"] | {"elapsed": ckpt["elapsed"]})[name]
-        if type(found) is not type(value) or (
-            type(value) in (int, float) and not -1 <= found < math.inf
-        ):
-            return f"{name}={found!r:.30}"
     return ""
 
 
-def restore(run, optimizer):
-    """Take everything but the settings from ckpt.pt, or exit with one line and leave the run as it was."""
-    ckpt = read(run, optimizer)
-    for name, tensor in run.model.state_dict().items():
-        plain(tensor).copy_(ckpt["model"][name])
-    for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
-        o.load_state_dict({"state": saved, "param_groups": o.state_dict()["param_groups"]})
-    if ckpt["scaler"] and run.scaler.is_enabled():
-        run.scaler.load_state_dict(ckpt["scaler"])
-    run.state, run.before = ckpt["state"], ckpt["elapsed"]
+def state_misfit(state, checkpoint):
+    """What of the loop's state, its clock and the loss scale cannot be, in a few words; or ''."""
+    wanted = asdict(state) | {"elapsed": 0.0}
+    found = checkpoint["state"]
+    other = sorted(found.keys() ^ wanted.keys())
+    if other:
+        return f"{other[0]} in its state is {'missing' if other[0] in wanted else 'unknown'}"
+    for name, value in found.items():
+        if type(value) is not type(wanted[name]):
+            return f"{name}={value!r:.30}"
+        if name != "last" and not -1 <= value < math.inf:
+            return f"{name}={value!r:.30}"
+    scale = checkpoint["scaler"].get("scale", 1.0)
+    return "" if 0 < scale < math.inf else f"scale={scale!r:.30}"

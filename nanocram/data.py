@@ -1,14 +1,13 @@
-"""Rows of tokens to batches: masked ones from a folder of prepare.py, and batches of rows of any length.
+"""Rows of tokens to batches: masked ones for pre-training, ragged ones for fine-tuning.
 
     python -c "from nanocram import data; print(data.load_meta('data/tiny')['counts'])"
-    python -c "import numpy as np; print(np.fromfile('data/tiny/train.bin', np.uint16).reshape(-1, 128)[:2])"
+    python -c "import numpy as np; print(np.fromfile('data/tiny/train.bin', 'u2').reshape(-1, 128))"
 
 A .bin file is a bare array of uint16, shape (rows, seq_len); meta.json beside it says what it is.
 """
 
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -18,220 +17,203 @@ import torch
 from nanocram.tokenizer import CLS, MASK, SEP, Tokenizer
 
 IGNORE = -100  # the label of a position that does not count, as in torch and transformers
+SIZES = ("rows", "val_rows", "val_tokens", "val_characters")  # counts that may not be 0
 
 
 def load_meta(folder, **wanted):
-    """meta.json of folder as a dict; exits with one line if the data set is incomplete, damaged or not as wanted."""
+    """meta.json of a data set as a dict.
+
+    Exits with one line if the data set is incomplete, damaged, or has other values than wanted."""
     path = Path(folder) / "meta.json"
     if not path.exists():
-        sys.exit(
-            f"{path} not found: run python prepare.py --data_dir={folder} first (or prepare.py with your recipe)"
-        )
+        sys.exit(f"{path} not found: run python prepare.py --data_dir={folder} (and your recipe)")
     try:
         meta = json.loads(path.read_text())
-        numbers = [meta["vocab_size"], meta["seq_len"]]
-        numbers += [meta["counts"][k] for k in ("rows", "val_rows", "val_tokens", "val_characters")]
-        if not all(type(n) is int and n > 0 for n in numbers):
+        sizes = [meta["vocab_size"], meta["seq_len"], *(meta["counts"][name] for name in SIZES)]
+        if not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError("sizes that cannot be")
-        (
-            meta["settings"]["source"],
-            meta["settings"]["normalisation"],
-            meta["counts"]["kept"],
-        )  # for the model card
-        sums = {name: meta["sha256"][name] for name in ("train.bin", "val.bin", "tokenizer.json")}
+        sums = {name: meta["sha256"][name] for name in ("val.bin", "tokenizer.json")}
+        # What a run and its model card will ask for: a LookupError now, rather than then.
+        meta["sha256"]["train.bin"], meta["counts"]["kept"]
+        meta["settings"]["source"], meta["settings"]["normalisation"]
     except (OSError, ValueError, LookupError, TypeError) as e:
         sys.exit(f"{path} is broken ({e!r:.80}): delete {folder} and run prepare.py again")
     for name, value in wanted.items():
-        if meta[name] != value:
+        have = meta[name]
+        if have != value:
             sys.exit(
-                f"{folder} has {name}={meta[name]}, this run {value}: type --{name}={meta[name]}, or prepare anew"
+                f"{folder} is of {name}={have}, not {value}: type --{name}={have} or prepare anew"
             )
-    for name in (
-        "val.bin",
-        "tokenizer.json",
-    ):  # small; train.bin is checked by its size, at every read
-        file = Path(folder) / name
-        if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != sums[name]:
-            sys.exit(
-                f"{file} is missing or not the one meta.json describes: delete {folder} and run prepare.py again"
-            )
+    # The small files by their checksums; train.bin by its size, and whenever it is read.
+    for name, checksum in sums.items():
+        file = path.with_name(name)
+        if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != checksum:
+            sys.exit(f"{file} is missing or not the one of meta.json: run prepare.py again")
     return meta
 
 
 def load_tokenizer(folder, meta):
-    """The Tokenizer of folder; exits with one line if it does not fit the rows."""
+    """The Tokenizer of a data set; exits with one line if it does not fit the rows."""
+    path = Path(folder) / "tokenizer.json"
     try:
-        tokenizer = Tokenizer(Path(folder) / "tokenizer.json")
+        tokenizer = Tokenizer(path)
     except ValueError as e:
         sys.exit(str(e))
-    have, wanted = tokenizer.vocab_size, meta["vocab_size"]
-    if have != wanted:
-        sys.exit(
-            f"{folder}/tokenizer.json has {have} entries where meta.json says {wanted}: prepare the data anew"
-        )
+    if tokenizer.vocab_size != meta["vocab_size"]:
+        sys.exit(f"{path} has {tokenizer.vocab_size} entries, not those of meta.json: prepare anew")
     return tokenizer
 
 
 class Rows:
-    """A .bin file as an endless stream of rows, the same order every epoch.
+    """A .bin file as an endless stream of rows, in the same order every epoch.
 
-    Read by position, not by memory map: a file that shrinks under a run is then one clear line, not a crash.
-    """
+    Read by position, not by memory map: a file that shrinks in mid-run is one line, not a crash."""
 
     def __init__(self, path, count, seq_len, vocab_size):
-        self.path, self.count, self.seq_len, self.vocab_size = (
-            Path(path),
-            count,
-            seq_len,
-            vocab_size,
-        )
-        self.mtime = self.path.stat().st_mtime_ns if self.path.exists() else 0
+        self.path = Path(path)
+        self.count = count
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.written = 0  # when the file was written to, as far as we know
         self.read(0, 1)
 
     def read(self, start, n):
-        """Rows start … start + n − 1, wrapping at the end, as an int64 tensor (n, seq_len)."""
-        wanted = self.count * self.seq_len * 2
-        size = os.path.getsize(self.path) if self.path.exists() else 0
+        """Rows start … start + n − 1 as int64 (n, seq_len); behind the last row comes the first."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        wanted = 2 * self.count * self.seq_len
         if size != wanted:
-            sys.exit(
-                f"{self.path} has {size} bytes where meta.json says {wanted}: delete its folder and prepare anew"
-            )
-        if (
-            mtime := self.path.stat().st_mtime_ns
-        ) != self.mtime:  # perhaps only touched: no day ends for that
-            print(
-                f"WARNING: {self.path} was written to while in use, its rows may not be what meta.json describes"
-            )
-            self.mtime = mtime
-        parts, size = [], n * self.seq_len
-        while n:
-            start %= self.count
-            take = min(n, self.count - start)
-            parts.append(
-                np.fromfile(
-                    self.path, np.uint16, take * self.seq_len, offset=start * self.seq_len * 2
-                )
-            )
-            start, n = start + take, n - take
+            self.refuse(f"has {size} bytes where meta.json says {wanted}")
+        written = self.path.stat().st_mtime_ns
+        if self.written not in (0, written):  # perhaps only touched: no day ends for that
+            print(f"WARNING: {self.path} was written to while in use, its rows may be others")
+        self.written = written
+        parts = []
+        end = start + n
+        while start < end:
+            at = start % self.count
+            take = min(end - start, self.count - at)
+            offset = 2 * at * self.seq_len  # bytes
+            parts.append(np.fromfile(self.path, np.uint16, take * self.seq_len, offset=offset))
+            start += take
         tokens = np.concatenate(parts)
-        if tokens.size != size or tokens.max() >= self.vocab_size:
-            why = "ends too soon" if tokens.size != size else "has tokens beyond the vocabulary"
-            sys.exit(
-                f"{self.path} {why}, before row {start}: delete its folder and prepare it anew"
-            )
-        return torch.from_numpy(tokens.astype(np.int64).reshape(-1, self.seq_len))
+        if tokens.size != n * self.seq_len:
+            self.refuse("ends too soon")
+        if tokens.max() >= self.vocab_size:
+            self.refuse("has tokens beyond the vocabulary")
+        return torch.from_numpy(tokens.astype(np.int64).reshape(n, self.seq_len))
+
+    def refuse(self, why):
+        sys.exit(f"{self.path} {why}: delete its folder and prepare anew")
 
 
 def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
-    """Choose n ≤ k_max tokens to predict in each of rows (B, T), with torch's default generator of rows' device.
+    """Choose n ≤ k_max tokens to predict in each of rows (B, T): (ids, positions, labels).
 
-    The positions (B, k_max) are uniform without replacement among 1 … T − 1: never [CLS], [SEP] like any other. Of the
-    first n, mask_share become [MASK] and random_share a random token; the labels (B, k_max) of the rest are IGNORE, so
-    that shapes stay while the masking rate moves. Returns (ids, positions, labels).
-    """
+    Positions (B, k_max) are uniform without replacement among 1 … T − 1: never [CLS], [SEP] like
+    any other. Of the first n, mask_share become [MASK] and random_share a random token."""
     B, T = rows.shape
-    positions = (
-        torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1
-    )  # (B, K), in random order
+    # The K largest of T − 1 random numbers: K places without replacement, in random order.
+    positions = torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1  # (B, K)
     tokens = rows.gather(1, positions)
     rank = torch.arange(k_max, device=rows.device)
     n_mask = round(n * mask_share)
     replaced = torch.where(rank < n_mask, MASK, tokens)
     if random_share:
-        is_random = (rank >= n_mask) & (rank < min(n, n_mask + round(n * random_share)))
+        n_random = round(n * random_share)
+        is_random = (rank >= n_mask) & (rank < min(n, n_mask + n_random))
         replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
-    return rows.scatter(1, positions, replaced), positions, tokens.masked_fill(rank >= n, IGNORE)
+    ids = rows.scatter(1, positions, replaced)
+    # Shapes stay while the masking rate moves: so torch compiles once.
+    labels = tokens.masked_fill(rank >= n, IGNORE)
+    return ids, positions, labels
 
 
 def held_out(rows, batch):
-    """{rate: [(ids, positions, labels), …]} of held-out rows (N, T) with 15 % and 25 % of their tokens [MASK].
+    """{rate: [(ids, positions, labels), …]} of held-out rows (N, T), 15 % and 25 % of them [MASK].
 
-    The masks of a row depend on its number and T alone, so losses compare between runs of any recipe with equal N. Both
-    rates share positions and shapes: one static graph serves both. Rows without labels fill up the last batch.
-    """
+    Both rates share positions and shapes: one compiled graph serves both. Rows without labels fill
+    up the last batch."""
     N, T = rows.shape
     k = round(0.25 * T)
+    # The masks of a row depend on its number and T alone: losses compare between runs of any recipe
+    # with equal N.
     generator = torch.Generator().manual_seed(0)
-    positions = (
-        torch.stack([torch.rand(T - 1, generator=generator).topk(k).indices for _ in range(N)]) + 1
-    )  # (N, k)
+    places = [torch.rand(T - 1, generator=generator).topk(k).indices for _ in range(N)]
+    positions = torch.stack(places) + 1  # (N, k)
     tokens = rows.gather(1, positions)
     batch = min(batch, N)
-    fill = torch.arange(N + -N % batch) % N  # row numbers, a few repeated at the end
+    filled = torch.arange(N + -N % batch) % N  # numbers of rows, a few repeated at the end
     sets = {}
     for rate in (15, 25):
-        spare = torch.arange(k) >= round(rate * T / 100)
-        ids = rows.scatter(1, positions, torch.where(spare, tokens, MASK))
-        labels = tokens.masked_fill(spare, IGNORE)[fill]
+        kept = torch.arange(k) >= round(rate * T / 100)  # not masked at this rate
+        ids = rows.scatter(1, positions, torch.where(kept, tokens, MASK))[filled]
+        labels = tokens.masked_fill(kept, IGNORE)[filled]
         labels[N:] = IGNORE
-        sets[rate] = list(
-            zip(
-                ids[fill].split(batch),
-                positions[fill].split(batch),
-                labels.split(batch),
-                strict=True,
-            )
-        )
+        parts = (x.split(batch) for x in (ids, positions[filled], labels))
+        sets[rate] = list(zip(*parts, strict=True))
     return sets
 
 
 @torch.no_grad()
 def fill_masks(model, tokenizer, sentence, device="cpu"):
-    """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence, by a MaskedLM on device."""
+    """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence."""
     before, after = (tokenizer.encode(part).tolist() for part in sentence.split("[MASK]", 1))
-    ids, was = torch.tensor([[CLS, *before, MASK, *after, SEP]], device=device), model.training
-    logits = model.eval()(ids, torch.tensor([[len(before) + 1]], device=device))
-    model.train(was)
+    ids = torch.tensor([[CLS, *before, MASK, *after, SEP]], device=device)
+    position = torch.tensor([[len(before) + 1]], device=device)
+    was_training = model.training
+    logits = model.eval()(ids, position)  # (1, 1, V)
+    model.train(was_training)
     top = logits[0, 0].float().softmax(-1).topk(3)
-    return [
-        (tokenizer.decode([i]).strip(), p)
-        for i, p in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ]
+    words = [tokenizer.decode([i]).strip() for i in top.indices.tolist()]
+    return list(zip(words, top.values.tolist(), strict=True))
 
 
 class Ragged:
-    """Rows of any length on the device; batches are gathered there, so that a step moves only the numbers of its rows.
+    """Rows of any length on the device; a step moves only the numbers of its rows there.
 
-    Made of arrays: "ids" (all rows, one behind the other), "length" and "first" (tokens of a row, and of its first
-    text), "labels" (one a row, or none)."""
+    Made of arrays: "ids" (all rows, one behind the other), "length" and "first" (tokens of a row,
+    and of its first text), "labels" (one a row, or none)."""
 
     def __init__(self, arrays, pad, two_types, dev):
-        self.length, self.pad, self.two_types, self.dev = arrays["length"], pad, two_types, dev
+        self.length = arrays["length"]
+        self.pad = pad
+        self.two_types = two_types
+        self.dev = dev
         start = np.cumsum(self.length) - self.length
-        self.ids, self.start, self.end, self.first = (
-            torch.from_numpy(a).to(dev)
-            for a in (arrays["ids"], start, start + self.length, start + arrays["first"])
-        )
+        self.ids = torch.from_numpy(arrays["ids"]).to(dev)
+        self.start = torch.from_numpy(start).to(dev)
+        self.end = torch.from_numpy(start + self.length).to(dev)
+        self.first_end = torch.from_numpy(start + arrays["first"]).to(dev)
         labels = torch.from_numpy(arrays["labels"])
         self.labels = (labels.float() if labels.is_floating_point() else labels).to(dev)
 
-    def width(self, rows):
-        """The longest of rows, rounded up to a multiple of 8."""
-        return int(-(-self.length[rows].max() // 8) * 8)
-
     def batch(self, rows):
-        """((ids, attention_mask, token_types), labels) of rows, (B, T) and (B,); no mask where nothing is padded."""
-        which, T = (
-            torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda"),
-            self.width(rows),
-        )
-        at = self.start[which, None] + torch.arange(T, device=self.dev)  # (B, T)
+        """((ids, attention_mask, token_types), labels) of rows, (B, T) and (B,).
+
+        attention_mask is None where nothing is padded, token_types where there is but one."""
+        T = int(-(-self.length[rows].max() // 8) * 8)  # the longest, up to a multiple of 8
+        which = torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda")
+        at = self.start[which, None] + torch.arange(T, device=self.dev)  # (B, T) places in self.ids
         real = at < self.end[which, None]
+        second = at >= self.first_end[which, None]
         ids = self.ids[at.clamp_(max=len(self.ids) - 1)].long().masked_fill_(~real, self.pad)
-        types = ((at >= self.first[which, None]) & real).long() if self.two_types else None
+        attention_mask = None if self.length[rows].min() == T else real
+        token_types = (second & real).long() if self.two_types else None
         labels = self.labels[which] if len(self.labels) else None
-        return (ids, None if self.length[rows].min() == T else real, types), labels
+        return (ids, attention_mask, token_types), labels
 
 
 def batches_by_length(length, size, seed):
-    """One epoch: shuffled row numbers in batches of similar length, in random order; an incomplete batch is dropped.
+    """One epoch: row numbers in batches of similar length, in random order; a rest is dropped.
 
-    Rows are sorted in pools of at most 64 batches, at least 8 pools an epoch, so that a row changes its company."""
+    Rows are shuffled, then sorted in pools of at most 64 batches, at least 8 pools an epoch, so
+    that a row changes its company."""
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(length))
-    rows = rows[: len(rows) - len(rows) % size] if len(rows) > size else rows
-    pool = size * min(64, max(1, len(rows) // size // 8))
-    pools = (rows[i : i + pool] for i in range(0, len(rows), pool))
-    rows = np.concatenate([p[np.argsort(length[p], kind="stable")] for p in pools])
-    epoch = np.split(rows, range(size, len(rows), size))
-    return [epoch[i] for i in rng.permutation(len(epoch))]
+    if len(rows) > size:
+        rows = rows[: len(rows) - len(rows) % size]
+    pool_size = size * min(64, max(1, len(rows) // size // 8))
+    pools = [rows[i : i + pool_size] for i in range(0, len(rows), pool_size)]
+    rows = np.concatenate([pool[np.argsort(length[pool], kind="stable")] for pool in pools])
+    batches = np.split(rows, range(size, len(rows), size))
+    return [batches[i] for i in rng.permutation(len(batches))]

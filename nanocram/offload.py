@@ -1,14 +1,11 @@
-"""Training with everything in host memory, so that the model may be larger than the card (train.py --offload=True).
+"""Training with everything in host memory: the model may be larger than the card (--offload=True).
 
     python train.py config/offload.py
-    python bench.py config/offload.py --n_layer=2                 # the plan, and what a step takes
-    python train.py config/tiny.py --offload=True --optimizer=adamw       # the same path, and the same losses, on a CPU
+    python train.py config/tiny.py --offload=True --optimizer=adamw    # the same path, on a CPU
 
-float32 weights, gradients and AdamW's state live on the host. One block at a time comes to the device, in the forward
-pass and once more in the backward pass, which computes the block anew from its input (activation checkpointing); its
-gradients go back, and AdamW steps on the host. ZeRO-Offload (Ren et al. 2021) has gradients and optimiser there,
-MegaTrain (arXiv 2604.05091) the weights too, and hides the copies behind the compute. Here torch's fully_shard and its
-CPUOffloadPolicy do it all, which as far as their source tells hide nothing.
+float32 weights, gradients and AdamW's state live on the host. One block at a time comes to the
+device, in the forward pass and once more in the backward pass, which computes the block anew. As
+far as torch's source tells, fully_shard does not hide these copies behind the compute.
 """
 
 import functools
@@ -18,22 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from model import Block, MaskedLM
-from nanocram import machine
+from model import Block, MaskedLM, mixed_precision
 
 
-def offload(model, dev):
-    """Keep a MaskedLM in host memory and compute on dev; its parameters become DTensors of one process.
+def move_to_host(model, dev):
+    """Keep a MaskedLM in host memory, as DTensors of one process, and compute on dev.
 
-    Returns {name: parameter}, ordinary tensors that share their memory: optimisers take these."""
-    from torch.distributed.device_mesh import (
-        init_device_mesh,  # half a second that other runs need not wait for
-    )
+    Returns {name: parameter}: ordinary tensors that share their memory, for the optimisers."""
+    # Half a second that other runs need not wait for.
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    warnings.filterwarnings(
-        "ignore", message="FSDP2-wrapped module"
-    )  # that logits are a view: nobody writes into them
+    # That logits are a view: nobody writes into them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     if not dist.is_initialized():  # fully_shard asks for a process group, be it of one
         backend = "cpu:gloo,cuda:nccl" if dev.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -42,91 +36,66 @@ def offload(model, dev):
     for block in model.model.layers:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(
-        model, mesh=mesh, offload_policy=policy
-    )  # embeddings and head: one more group, there all the time
-    return {name: torch.nn.Parameter(p.to_local().detach()) for name, p in model.named_parameters()}
+    # Embeddings and head are one more group, which is on the device all the time.
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    on_host = {name: p.to_local().detach() for name, p in model.named_parameters()}
+    return {name: torch.nn.Parameter(tensor) for name, tensor in on_host.items()}
 
 
-def step_bytes(model, amp_dtype, n_micro, micro_batch, seq_len, predicted, pinned):
-    """Bytes of a step of so many micro-batches of a MaskedLM: in host memory, on the device (about), to it, from it.
-
-    pinned: whether the host's copies are in pinned memory, which torch hands out in powers of two."""
-    config, low = model.config, amp_dtype != torch.float32
-    every = sum(p.nbytes for p in model.parameters())
-    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.model.layers]
-    rest = every - sum(blocks)  # embeddings and head
-    held = sum(1 << (p.nbytes - 1).bit_length() for p in model.parameters()) if pinned else every
-    saving = (
-        12 * config.n_layer * config.n_embd**2
-    )  # q, k and v side by side, as the model folder has them
-    states = 4 * (
-        rest + max(blocks)
-    )  # weights, their gradients, and two copies of these on their way
-    states += (rest + max(blocks)) // 2 if low else 0  # what autocast multiplies
-    row = (
-        4 * config.n_layer * seq_len * config.n_embd
-    )  # the input of every block, and all of one of them
-    row += kept_of_a_row(Block(config, first=False), seq_len, amp_dtype)
-    row += (
-        10 * predicted * config.vocab_size
-    )  # logits in low precision and in float32, and their softmax
-    return (
-        2 * held + 2 * every + saving,
-        states + micro_batch * row,
-        n_micro * (every + sum(blocks)),
-        n_micro * every,
-    )
-
-
-def kept_of_a_row(block, seq_len, amp_dtype):
-    """Bytes that a block keeps of a row for the backward pass; as a CPU does, whose attention is in float32."""
-
-    def kept(rows):
-        x = torch.randn(rows, seq_len, block.attn.Wo.out_features, requires_grad=True)
-        with torch.autocast("cpu", amp_dtype, enabled=amp_dtype != torch.float32):
-            return machine.kept_bytes(lambda: block(x, None, None), block.parameters())
-
-    return kept(2) - kept(1)  # the weights in low precision are in both
-
-
-def bus_rates(dev):
-    """Bytes/s of weights to the device and of gradients back, where they are added to those of other micro-batches."""
-    there = torch.zeros(2**26, device=dev)
-    here, total = torch.zeros(2**26, pin_memory=dev.type == "cuda"), torch.zeros(2**26)
-    to = min(machine.timed(dev, there.copy_, here)[0] for _ in range(3))
-    back = min(
-        machine.timed(dev, lambda: total.add_(there.to("cpu", copy=True)))[0] for _ in range(3)
-    )
-    return there.nbytes / to, there.nbytes / back
-
-
-def adamw_rate():
-    """Parameters/s that fused AdamW updates on the host."""
-    p = torch.nn.Parameter(torch.zeros(2**25))  # half a GB in all: more than caches hold
-    p.grad = torch.ones_like(p)
-    step = torch.optim.AdamW([p], fused=True).step
-    return p.numel() / min(machine.timed(p.device, step)[0] for _ in range(3))
-
-
-def plan(config, dev, amp_dtype, rows, micro_batch, seq_len, predicted):
-    """What a step of so many rows takes, in two lines, before anything is made; the rates are measured here."""
+def memory_plan(config, amp_dtype, micro_batch, seq_len, n_predicted, pinned):
+    """What memory a model of config takes, in a line, before anything of it is made."""
     with torch.device("meta"):
         model = MaskedLM(config)
-    n_micro, pinned = rows // micro_batch, dev.type == "cuda"
-    on_host, on_device, out, back = step_bytes(
-        model, amp_dtype, n_micro, micro_batch, seq_len, predicted, pinned
-    )
-    to_rate, back_rate = bus_rates(dev)
-    copies = out / to_rate + back / back_rate
-    flops = (
-        rows * seq_len * model.flops_per_token(seq_len, predicted) * 4 / 3
-    )  # forward, once more, and backward
-    compute = flops / machine.matmul_rate(dev, amp_dtype)
-    update = sum(p.numel() for p in model.parameters()) / adamw_rate()
-    return (
-        f"offload: {on_host / 1e9:.3g} GB in host memory, about {on_device / 1e9:.3g} GB on the device\n"
-        f"a step of {n_micro} x {micro_batch} rows: {(out + back) / 1e9:.3g} GB over the bus in {copies:.2g} s, "
-        f"matrix products {compute:.2g} s at best, AdamW {update:.2g} s; {copies + compute + update:.2g} s in all, "
-        "for nothing overlaps"
-    )
+    on_host = host_bytes(model, pinned) / 1e9
+    on_device = device_bytes(model, amp_dtype, micro_batch, seq_len, n_predicted) / 1e9
+    return f"offload: {on_host:.3g} GB in host memory, about {on_device:.3g} GB on the device"
+
+
+def host_bytes(model, pinned):
+    """Bytes in host memory: weights, gradients, two moments, and q, k, v side by side for a save.
+
+    pinned: weights and gradients are in pinned memory, which torch hands out in powers of two."""
+    sizes = [p.nbytes for p in model.parameters()]
+    held = sum(1 << (size - 1).bit_length() for size in sizes) if pinned else sum(sizes)
+    saving = 12 * model.config.n_layer * model.config.n_embd**2
+    return 2 * held + 2 * sum(sizes) + saving
+
+
+def device_bytes(model, amp_dtype, micro_batch, seq_len, n_predicted):
+    """Bytes on the device, about: embeddings, head, the largest block, and the activations."""
+    config = model.config
+    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.model.layers]
+    there = sum(p.nbytes for p in model.parameters()) - sum(blocks) + max(blocks)
+    # The weights, their gradients, two copies of these on their way, and what autocast multiplies.
+    weights = 4 * there + (there // 2 if amp_dtype != torch.float32 else 0)
+
+    # All that one block keeps, with attention in float32. The difference of two rows and one: the
+    # weights in low precision are in both.
+    block = Block(config, first=False)
+    kept = []
+    for rows in (1, 2):
+        x = torch.randn(rows, seq_len, config.n_embd, requires_grad=True)
+        with mixed_precision(x.device, amp_dtype):
+            forward = functools.partial(block, x, None, None)
+            kept.append(saved_for_backward(forward, block.parameters()))
+    inputs = 4 * config.n_layer * seq_len * config.n_embd  # of every block, for a row
+    logits = 10 * n_predicted * config.vocab_size  # in low precision, in float32, their softmax
+    return weights + micro_batch * (inputs + kept[1] - kept[0] + logits)
+
+
+def saved_for_backward(forward, parameters):
+    """Bytes that forward() keeps for the backward pass: each storage once, no parameters."""
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    kept = {}  # bytes of a storage, by its address
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        kept[address] = 0 if address in own else storage.nbytes()
+        return tensor.detach()  # the tensor itself would keep the graph that keeps it
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    # Not before: until here no storage can have been freed, and its address used again.
+    del result
+    return sum(kept.values())

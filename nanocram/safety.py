@@ -1,6 +1,8 @@
-"""How files are written so that neither a kill nor a full disk nor a second process spoils them.
+"""Files that no kill, full disk or second process spoils; scripts that end in one line.
 
-python -c "from nanocram import safety; help(safety)"
+    python train.py config/tiny.py | head -3        # trains on when nobody reads any more
+
+Files are written beside their goal and renamed.
 """
 
 import contextlib
@@ -14,9 +16,14 @@ try:
 except ImportError:  # on Windows nothing is locked
     fcntl = None
 
+# What Python, PyTorch's allocators and cuBLAS say where memory runs out.
+OUT_OF_MEMORY = ("memoryerror", "out of memory", "allocate memory", "alloc_failed")
+
 
 def write_beside(path, write):
-    """Call write(temporary path), bring the bytes to the disk, then rename: readers see the old file or the new one."""
+    """Call write(temporary path), bring its bytes to the disk, then rename it to path.
+
+    Whoever reads path finds the old file or the new one, whole."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         write(temporary)
@@ -27,7 +34,12 @@ def write_beside(path, write):
         temporary.unlink(missing_ok=True)  # a failed write must not keep the disk full
 
 
-def beside(folder):
+def write_text(path, text):
+    """write_beside() of a text, in UTF-8 and with line feeds on every system."""
+    write_beside(path, lambda temporary: temporary.write_text(text, "utf-8", newline="\n"))
+
+
+def lock_file(folder):
     """The lock file of a folder: hidden, next to it, for the folder itself may be renamed."""
     folder = Path(folder).absolute()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -35,44 +47,39 @@ def beside(folder):
 
 
 class Lock:
-    """An exclusive lock on a file that nobody renames, made where it is missing; a process that is killed loses it.
+    """An exclusive lock on a file, made where it is missing; a process that is killed loses it.
 
-    Where another process has it, this waits or exits with one line."""
+    Where another process has it, this waits, or exits with one line."""
 
     def __init__(self, path, wait=False):
-        self.fd = None
+        # For writing: NFS locks nothing that is open for reading only. It closes with this object.
+        self.file = open(path, "a")  # noqa: SIM115
         if fcntl is None:
             return
-        self.fd = os.open(
-            path, os.O_RDWR | os.O_CREAT, 0o666
-        )  # NFS locks nothing that is open for reading only
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(self.file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.close()
-            sys.exit(
-                f"{path} is held by another process that writes there: wait for it, or choose another folder"
-            )
+            sys.exit(f"{path} is held by another process: wait for it, or choose another folder")
         except OSError:  # a file system that cannot lock
             pass
-
-    def close(self):
-        if self.fd is not None:
-            with contextlib.suppress(OSError):
-                os.close(self.fd)
-        self.fd = None
-
-    __del__ = close
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
-        self.close()
+    def close(self, *error):
+        self.file.close()
+
+    __exit__ = close
+
+
+def first_line(error, length=150):
+    """The first line of what an exception says, or its name where it says nothing."""
+    text = str(error).strip() or repr(error)
+    return text.splitlines()[0][:length]
 
 
 class Unbreakable:
-    """A text stream that goes on where its file cannot be written: a full disk or a closed pipe must not end a day."""
+    """A text stream that a full disk or a closed pipe behind it does not stop: a day goes on."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -89,14 +96,12 @@ class Unbreakable:
         return getattr(self.stream, name)
 
 
-def run(main, where, then, memory=lambda: "a smaller model"):
-    """Call a script's main(). What the user or the machine does to it ends it with one line instead of a trace.
+def run(main, where, then, less_memory=lambda: "a smaller model"):
+    """Call a script's main(); what the user or the machine does to it ends it in one line.
 
-    where: what an error of the system is about if it names no file; then: how to go on; memory(): what to type if it
-    does not suffice."""
-    sys.stdout.reconfigure(
-        line_buffering=True, errors="replace"
-    )  # a log file is written line by line
+    where: what an error of the system is about if it names no file; then: how to go on after it;
+    less_memory(): what to type if memory does not suffice. Defects keep their trace."""
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file is written by lines
     sys.stdout = Unbreakable(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -105,12 +110,10 @@ def run(main, where, then, memory=lambda: "a smaller model"):
         sys.exit(f"\nstopped: {then}")
     except OSError as e:
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
-    except (MemoryError, RuntimeError) as e:
-        # torch.OutOfMemoryError is a RuntimeError, and the CPU's allocator raises a plain one
-        words = "out of memory", "allocate memory", "alloc_failed"  # the last is cuBLAS's
-        if not isinstance(e, MemoryError) and not any(w in str(e).lower() for w in words):
+    except (MemoryError, RuntimeError) as e:  # the CPU's allocator raises a plain RuntimeError
+        if not any(words in repr(e).lower() for words in OUT_OF_MEMORY):
             raise
-        sys.exit(f"out of memory: type {memory()}")
+        sys.exit(f"out of memory: type {less_memory()}")
 
 
 def stop_at_signals(stop):

@@ -1,5 +1,6 @@
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocram.data import IGNORE, Rows, draw_masks, held_out, load_meta
+from nanocram.data import IGNORE, Rows, draw_masks, held_out, load_meta, load_tokenizer
 from nanocram.tokenizer import CLS, MASK
 
 
@@ -94,10 +95,9 @@ def test_rows_wrap_and_stay_in_order(tmp_path):
     array = np.arange(5 * 8, dtype=np.uint16).reshape(5, 8)
     array.tofile(tmp_path / "x.bin")
     rows = Rows(tmp_path / "x.bin", 5, 8, 40)
-    assert torch.equal(
-        rows.read(3, 12),
-        torch.from_numpy(array[[3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]].astype(np.int64)),
-    )
+    wanted = array[[3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]].astype(np.int64)
+    assert torch.equal(rows.read(3, 12), torch.from_numpy(wanted))
+    assert torch.equal(rows.read(13, 12), torch.from_numpy(wanted))  # in the third epoch
 
 
 def test_a_file_that_shrinks_or_changes_is_one_line(tmp_path, monkeypatch, capsys):
@@ -105,21 +105,20 @@ def test_a_file_that_shrinks_or_changes_is_one_line(tmp_path, monkeypatch, capsy
     np.arange(5 * 8, dtype=np.uint16).tofile(path)
     rows = Rows(path, 5, 8, 40)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(SystemExit, match=r"has 78 bytes where meta\.json says 80"):
+    with pytest.raises(SystemExit, match=r"has 78 bytes where meta\.json says 80: .*prepare anew"):
         rows.read(0, 1)
     np.full(5 * 8, 39, dtype=np.uint16).tofile(path)
     os.utime(path, (1, 1))
     for _ in range(2):
         assert rows.read(0, 1).tolist() == [[39] * 8]
-    assert capsys.readouterr().out == (
-        f"WARNING: {path} was written to while in use, its rows may not be what meta.json describes\n"
-    )  # once
+    said = f"WARNING: {path} was written to while in use, its rows may be others\n"
+    assert capsys.readouterr().out == said  # once
     np.full(5 * 8, 40, dtype=np.uint16).tofile(path)
     with pytest.raises(SystemExit, match="beyond the vocabulary"):
         rows.read(0, 1)
     fromfile = np.fromfile  # it shrinks between the look at its size and the reading
-    monkeypatch.setattr(np, "fromfile", lambda *args, **kwargs: fromfile(*args, **kwargs)[:-8])
-    with pytest.raises(SystemExit, match="ends too soon, before row 2"):
+    monkeypatch.setattr(np, "fromfile", lambda *args, **kw: fromfile(*args, **kw)[:-8])
+    with pytest.raises(SystemExit, match="ends too soon"):
         rows.read(0, 2)
     path.unlink()
     with pytest.raises(SystemExit, match="has 0 bytes"):
@@ -127,8 +126,6 @@ def test_a_file_that_shrinks_or_changes_is_one_line(tmp_path, monkeypatch, capsy
 
 
 def copy(data_dir, tmp_path):
-    import shutil
-
     return shutil.copytree(data_dir, tmp_path / "data")
 
 
@@ -146,11 +143,18 @@ def test_other_data_slips_are_one_line(data_dir, tmp_path):
     with pytest.raises(SystemExit, match="type --vocab_size=600"):
         load_meta(data_dir, vocab_size=32768)
     folder = copy(data_dir, tmp_path)
-    (folder / "tokenizer.json").write_text(
-        (folder / "tokenizer.json").read_text().replace("Prepend", "prepend")
-    )
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("Prepend", "prepend"))
     with pytest.raises(SystemExit, match=r"tokenizer.json is missing or not the one"):
         load_meta(folder)
+    with pytest.raises(SystemExit, match=r"tokenizer\.json "):
+        load_tokenizer(folder, {"vocab_size": 600})
     (folder / "val.bin").unlink()
     with pytest.raises(SystemExit, match=r"val.bin is missing"):
         load_meta(folder)
+
+
+def test_a_tokenizer_of_other_rows_is_one_line(data_dir):
+    assert load_tokenizer(data_dir, {"vocab_size": 600}).vocab_size == 600
+    with pytest.raises(SystemExit, match=r"has 600 entries, .*: prepare anew"):
+        load_tokenizer(data_dir, {"vocab_size": 32768})

@@ -5,18 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocram import muon
 from nanocram.muon import Muon, orthogonalise
 
 SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def in_bfloat16():
-    """As torch's own is on every machine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "native_bf16", lambda device: True)
-        yield
 
 
 def matrices(shapes, seed):
@@ -24,10 +15,14 @@ def matrices(shapes, seed):
     return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
+def random_like(matrix, seed):
+    return torch.randn(matrix.shape, generator=torch.Generator().manual_seed(seed))
+
+
 @settings(max_examples=30, deadline=None)
 @given(SHAPES, st.integers(1, 3), st.integers(0, 99))
 def test_equal_to_torchs(shapes, copies, seed):
-    """Several steps beside torch.optim.Muon, which takes one matrix after the other; one matrix has no gradient."""
+    """Several steps beside torch.optim.Muon; one matrix has no gradient."""
     ours, theirs = matrices(shapes * copies, seed), matrices(shapes * copies, seed)
     options = {"lr": 0.03, "weight_decay": 0.1}
     optimizers = Muon(ours, **options), torch.optim.Muon(theirs, **options)
@@ -35,16 +30,13 @@ def test_equal_to_torchs(shapes, copies, seed):
         for group in (g for o in optimizers for g in o.param_groups):
             group["lr"] = 0.03 / (step + 1)
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            gradient = torch.randn(
-                a.shape, generator=torch.Generator().manual_seed(1000 * step + i)
-            )
+            gradient = random_like(a, 1000 * step + i)
             a.grad, b.grad = (None, None) if i == 3 else (gradient, gradient.clone())
         for optimizer in optimizers:
             optimizer.step()
     for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(
-            a, b, rtol=0, atol=2e-3
-        )  # a product of a batch may add up in another order, in bfloat16
+        # A product of a batch may add up in another order, in bfloat16.
+        assert torch.allclose(a, b, rtol=0, atol=2e-3)
 
 
 def test_equal_to_torchs_to_the_bit_at_the_shapes_of_a_model_and_loads_its_state():
@@ -55,7 +47,7 @@ def test_equal_to_torchs_to_the_bit_at_the_shapes_of_a_model_and_loads_its_state
     def step(n):
         for i, pair in enumerate(zip(ours, theirs, strict=True)):
             for p in pair:
-                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * n + i))
+                p.grad = random_like(p, 100 * n + i)
         for optimizer in optimizers:
             optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -64,9 +56,8 @@ def test_equal_to_torchs_to_the_bit_at_the_shapes_of_a_model_and_loads_its_state
     step(1)
     saved = copy.deepcopy(optimizers[1].state_dict()["state"])
     optimizers = Muon(ours, 0.02, 0.05), optimizers[1]
-    optimizers[0].load_state_dict(
-        {"state": saved, "param_groups": optimizers[0].state_dict()["param_groups"]}
-    )
+    groups = optimizers[0].state_dict()["param_groups"]
+    optimizers[0].load_state_dict({"state": saved, "param_groups": groups})
     step(2)
 
 
@@ -81,22 +72,20 @@ def test_singular_values_come_close_to_one():
         assert y.shape == x.shape and values.max() < 1.3 and values[: 64 * 3 // 4].min() > 0.6
 
 
-def test_float32_where_bfloat16_is_slow_follows_the_formula(monkeypatch):
+@pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
+def test_float32_follows_the_formula(shape):
     """One step without momentum against the quintic of the singular values in float64."""
-    monkeypatch.setattr(muon, "native_bf16", lambda device: False)
-    for shape in ((48, 16), (16, 48)):
-        (weight,) = matrices([shape], 3)
-        before, weight.grad = (
-            weight.detach().double(),
-            torch.randn(shape, generator=torch.Generator().manual_seed(4)),
-        )
-        Muon([weight], lr=0.1, momentum=0.0).step()
-        U, s, Vt = torch.linalg.svd(weight.grad.double(), full_matrices=False)
-        s = s / s.norm()
-        for _ in range(5):
-            s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
-        wanted = before - 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * (U @ torch.diag(s) @ Vt)
-        assert torch.allclose(weight.double(), wanted, rtol=0, atol=1e-5)
+    (weight,) = matrices([shape], 3)
+    before = weight.detach().double()
+    weight.grad = random_like(weight, 4)
+    Muon([weight], lr=0.1, momentum=0.0, dtype=torch.float32).step()
+    U, s, Vt = torch.linalg.svd(weight.grad.double(), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    size = 0.1 * max(1, shape[0] / shape[1]) ** 0.5
+    wanted = before - size * (U @ torch.diag(s) @ Vt)
+    assert torch.allclose(weight.double(), wanted, rtol=0, atol=1e-5)
 
 
 def test_vectors_are_refused():

@@ -1,4 +1,4 @@
-"""Both scripts as a user runs them: the files they leave, a clock that holds, a resume that changes nothing."""
+"""Scripts as a user runs them: the files they leave, a clock that holds, a resume like no stop."""
 
 import json
 import os
@@ -14,12 +14,11 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import ROOT, SMALL_MODEL, last_line, script
+from conftest import ROOT, SMALL_MODEL, last_line, put, script
 from safetensors.torch import load_file
 
 from nanocram import record
 from nanocram.data import fill_masks
-from nanocram.glue import add_runs
 from nanocram.model_folder import load
 from nanocram.record import COLUMNS, read_log
 from nanocram.tokenizer import Tokenizer
@@ -66,45 +65,28 @@ def test_a_run_leaves_what_it_promises(finished, data_dir):
 
 
 def test_the_model_card(finished, tmp_path):
-    """Front matter that the Hub can read, the figures of the log, GLUE once there is some; an edited one is kept."""
+    """Front matter that the Hub reads, the figures of the log, the lines of a GLUE table."""
     out = shutil.copytree(finished[0], tmp_path / "out")
     path, last = out / "README.md", read_log(out)[-1]
     text = path.read_text()
     front = yaml.safe_load(text.split("---")[1])
-    assert (
-        front["library_name"] == "transformers"
-        and front["pipeline_tag"] == "fill-mask"
-        and "license" in front
-    )
-    for wanted in (
-        f"{last['val_loss_15']:.3f} nats per token",
-        f"{last['tokens']:,} tokens",
-        "60 steps",
-        "corpus.txt",
-    ):
+    assert front["library_name"] == "transformers" and front["pipeline_tag"] == "fill-mask"
+    assert "license" in front and "GLUE" not in text
+    losses = f"{last['val_loss_15']:.3f} nats per token"
+    for wanted in (losses, f"{last['tokens']:,} tokens", "60 steps", "corpus.txt"):
         assert wanted in text
-    assert "GLUE" not in text
-    run = {
-        "task": "rte",
-        "seed": 0,
-        "rows": {"train": 2490, "dev": 277},
-        "data": "d",
-        "scores": {"accuracy": 51.25},
-        "predictions": {},
-        "date": "",
-        "device": "",
-        "rows_per_second": 1.0,
-        "padded": 0.0,
-    }
-    add_runs(out, {"system": "x", "weights": "w", "protocol": {}}, [run])
+    record.write_card(out, ["| GLUE | RTE |", "| --- | ---: |", "| x | 51.2 |"])
+    assert "| x | 51.2 |" in path.read_text()
+
+    # Whoever takes our line out of the front matter keeps their edits; others are written anew.
+    edited = text.replace("license: other", "license: mit")
+    path.write_text(edited)
     record.write_card(out)
-    with_glue = path.read_text()
-    assert "| 51.2 |" in with_glue and "without CoLA" in with_glue
-    path.write_text(with_glue.replace("license: other", "license: mit"))
+    assert "license: mit" not in path.read_text()
+    edited = "".join(line for line in edited.splitlines(True) if "written anew" not in line)
+    path.write_text(edited)
     record.write_card(out)
-    assert "license: mit" in path.read_text()
-    (out / "glue.json").write_text("broken")
-    record.write_card(out)  # that is for finetune_glue.py to say
+    assert path.read_text() == edited
     path.unlink()
     (out / "log.csv").unlink()
     record.write_card(out)
@@ -136,7 +118,8 @@ def test_the_model_folder_loads_in_transformers(finished):
 
 @pytest.mark.parametrize("length", [20, 128, 512])
 def test_pairs_and_long_texts_in_transformers(finished, texts, length):
-    """Padded batches of pairs of real prose: hidden states, and the classifier, fresh but for the head it shares."""
+    """Padded batches of pairs of real prose: hidden states, and the classifier, fresh but for the
+    head it shares."""
     out, _ = finished
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     pairs = [(texts[i][: 40 * i + 60], texts[i + 9][:3000]) for i in range(4)]
@@ -190,24 +173,21 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_a_run_is_a_function_of_its_settings(finished, tmp_path, data_dir):
-    assert run_train(tmp_path / "again", data_dir, max_steps=60, dropout=0.1).returncode == 0
+def test_a_run_is_a_function_of_its_settings(finished, train, monkeypatch, tmp_path):
+    """In this process as in one of its own; another seed is another run."""
+    put(monkeypatch, train, max_steps=60, dropout=0.1)
+    for seed, out in enumerate((tmp_path / "again", tmp_path / "other")):
+        put(monkeypatch, train, seed=seed, out_dir=str(out))
+        train.main()
     assert same(weights(tmp_path / "again"), weights(finished[0]))
-    assert (
-        run_train(tmp_path / "other", data_dir, max_steps=60, dropout=0.1, seed=1).returncode == 0
-    )
     assert not same(weights(tmp_path / "other"), weights(finished[0]))
 
 
 def run_until(out, data_dir, signal_number, min_step, **settings):
     """Start a run, send it a signal once log.csv has reached min_step; (exit status, output)."""
-    flags = [
-        f"--{k}={v}"
-        for k, v in (SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | settings).items()
-    ]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *flags], stdout=subprocess.PIPE, text=True
-    )
+    settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | settings
+    command = [sys.executable, str(ROOT / "train.py"), *(f"--{k}={v}" for k, v in settings.items())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     while process.poll() is None and not any(row["step"] >= min_step for row in read_log(out)):
         time.sleep(0.001)
     process.send_signal(signal_number)
@@ -216,7 +196,7 @@ def run_until(out, data_dir, signal_number, min_step, **settings):
 
 
 def test_a_stopped_and_a_killed_run_resume_bit_for_bit(finished, tmp_path, data_dir):
-    """SIGTERM at a random moment, then kill -9 at another, then to the end: as if nothing had happened."""
+    """SIGTERM at a random moment, kill -9 at another, then to the end: as if nothing had been."""
     out, settings = tmp_path / "out", {"max_steps": 60, "dropout": 0.1}
     status, printed = run_until(out, data_dir, signal.SIGTERM, 8, **settings)
     assert status == 0 and "--init=resume goes on" in printed
@@ -244,35 +224,31 @@ def test_a_larger_budget_continues_a_finished_run(finished, tmp_path, data_dir):
     assert [row["step"] for row in rows if "val_loss_15" in row] == [0, 30, 60, 90, 120]
 
 
-def test_resuming_something_else_is_one_line(finished, tmp_path, data_dir, train, monkeypatch):
-    out = shutil.copytree(finished[0], tmp_path / "out")
-    other_data = shutil.copytree(data_dir, tmp_path / "data")
-    meta = (other_data / "meta.json").read_text()
-    (other_data / "meta.json").write_text(meta.replace('"train.bin": "', '"train.bin": "0'))
-    cases = [
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
         ({"n_layer": 3}, "type --n_layer=2"),
         ({"optimizer": "adamw", "dropout": 0.0}, "type --dropout=0.1 --optimizer=muon"),
-        ({"data_dir": str(other_data)}, "was trained on another train.bin"),
+        ({"data_dir": "OTHER"}, "was trained on another train.bin"),
         ({"max_steps": 60}, "used up its budget: type a larger --budget_hours (or --max_steps)"),
-    ]
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
-    for values, message in [
-        *cases,
-        ({}, "is damaged or no checkpoint"),
-        ({}, "is damaged or no checkpoint"),
-    ]:
-        if not values:
-            (out / "ckpt.pt").write_bytes(
-                (out / "ckpt.pt").read_bytes()[:1000] if len(cases) else b""
-            )
-            cases = []
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
-            for name, value in (
-                {"init": "resume", "max_steps": 80, "dropout": 0.1} | values
-            ).items():
-                patch.setattr(train, name, value)
-            train.main()
-        assert message in str(e.value) and "\n" not in str(e.value)
+        ({"cut": 1000}, "is damaged or no checkpoint"),
+        ({"cut": 0}, "is damaged or no checkpoint"),
+    ],
+)
+def test_resuming_something_else(finished, tmp_path, data_dir, train, monkeypatch, values, message):
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    if "data_dir" in values:
+        other_data = shutil.copytree(data_dir, tmp_path / "data")
+        meta = (other_data / "meta.json").read_text()
+        (other_data / "meta.json").write_text(meta.replace('"train.bin": "', '"train.bin": "0'))
+        values = {"data_dir": str(other_data)}
+    if "cut" in values:
+        (out / "ckpt.pt").write_bytes((out / "ckpt.pt").read_bytes()[: values["cut"]])
+        values = {}
+    put(monkeypatch, train, **({"init": "resume", "max_steps": 80, "dropout": 0.1} | values))
+    with pytest.raises(SystemExit) as e:
+        train.main()
+    assert message in str(e.value) and "\n" not in str(e.value)
 
 
 def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, data_dir):
@@ -280,14 +256,12 @@ def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, 
     seconds = 18
     done = run_train(out, data_dir, budget_hours=seconds / 3600, dtype="auto", max_steps=0)
     assert done.returncode == 0, done.stdout
-    assert f"{out} held a run already: moved it to {out}.1" in done.stdout
-    assert same(weights(tmp_path / "out.1"), weights(finished[0])) and not same(
-        weights(out), weights(finished[0])
-    )
+    assert f"{out} held a run: moved it to {out}.1" in done.stdout
+    assert same(weights(tmp_path / "out.1"), weights(finished[0]))
+    assert not same(weights(out), weights(finished[0]))
     (whole,) = re.findall(r"^(\d+) s: training", done.stdout, re.MULTILINE)  # the last save and all
-    assert (
-        0.5 * seconds < int(whole) < 1.5 * seconds
-    )  # other tests may hold up the last save, but nothing before it:
+    # Other tests may hold up the last save, but nothing before it.
+    assert 0.5 * seconds < int(whole) < 1.5 * seconds
     assert read_log(out)[-1]["elapsed_s"] <= seconds
     assert "tokens/s: the rest holds" in done.stdout
     assert read_log(out)[-1]["lr"] < 0.1 * max(row.get("lr", 0) for row in read_log(out))

@@ -1,12 +1,13 @@
-import dataclasses
+import functools
 import json
 import math
-import signal
+import shutil
 import sys
 import types
 
 import pytest
 import torch
+from conftest import new_run, put, train_step
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +20,8 @@ PROGRESS = st.floats(0, 1)
 
 @pytest.fixture
 def setting(monkeypatch):
-    def put(**values):
-        for name, value in values.items():
-            assert hasattr(module, name)
-            monkeypatch.setattr(module, name, value)
-
-    return put
+    """Set globals of train.py."""
+    return functools.partial(put, monkeypatch, module)
 
 
 def test_trapezoid(setting):
@@ -149,24 +146,14 @@ def test_adam_and_adamw_hold_everything(setting, name, kind):
     }
 
 
-def new_run(train, amp_dtype=torch.float32):
-    meta = module.load_meta(train.data_dir)
-    sizes = {f.name: getattr(train, f.name) for f in dataclasses.fields(ModelConfig)}
-    return module.Run(ModelConfig(**sizes), meta, torch.device("cpu"), amp_dtype)
-
-
 @pytest.mark.parametrize("rate_end", [0.3, 0.15])
-def test_accumulation_gives_the_gradient_of_one_big_batch(train, monkeypatch, rate_end):
-    """Gradients of one step over 8 micro-batches against one plain loss over all their rows, by hand."""
-    monkeypatch.setattr(
-        train, "zero_init", False
-    )  # or half of the gradients would be zero on both sides
-    monkeypatch.setattr(train, "batch_size", 64)
-    monkeypatch.setattr(train, "batch_start", 64)
-    monkeypatch.setattr(train, "mask_rate_end", rate_end)
-    run = new_run(train)
+def test_accumulation_gives_the_gradient_of_one_big_batch(train, setting, monkeypatch, rate_end):
+    """Gradients of a step of 8 micro-batches against one plain loss over all their rows."""
+    # With zero_init half of the gradients would be zero on both sides.
+    setting(zero_init=False, batch_size=64, batch_start=64, mask_rate_end=rate_end)
+    run = new_run()
     n = module.mask_count(0.5)
-    parts = [run.micro_batch_at(row, n) for row in range(0, 64, 8)]
+    parts = [module.batch_at(run, row, n) for row in range(0, 64, 8)]
     ids, positions, labels = (torch.cat(x) for x in zip(*parts, strict=True))
     logits = run.model(ids)[torch.arange(64)[:, None], positions]
     keep = labels != -100
@@ -174,233 +161,254 @@ def test_accumulation_gives_the_gradient_of_one_big_batch(train, monkeypatch, ra
     torch.nn.functional.cross_entropy(logits[keep], labels[keep]).backward()
     expected = {k: p.grad.clone() for k, p in run.model.named_parameters()}
     run.model.zero_grad()
-
     seen = {}
-    monkeypatch.setattr(
-        torch.nn.utils,
-        "clip_grad_norm_",
-        lambda ps, limit: (
-            seen.update({k: p.grad.clone() for k, p in run.model.named_parameters()})
-            or torch.tensor(1.0)
-        ),
-    )
-    assert run.train_step(0.5)
+
+    def clip(parameters, limit):
+        seen.update({k: p.grad.clone() for k, p in run.model.named_parameters()})
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    assert train_step(run, 0.5)
     for name, gradient in expected.items():
         assert torch.allclose(seen[name], gradient, atol=1e-6), name
 
 
+SYNCHRONISE = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+
+
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 @pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_synchronisation_a_step(train, monkeypatch, name, amp_dtype):
-    """Whatever the number of micro-batches, the device is asked for one result: loss and norm, at the end of a step."""
+def test_one_synchronisation_a_step(train, setting, monkeypatch, name, amp_dtype):
+    """Whatever the number of micro-batches, the device is asked once a step: for loss and norm."""
     asked = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            if op.overloadpacket.__name__ in (
-                "_local_scalar_dense",
-                "nonzero",
-                "masked_select",
-                "equal",
-                "is_nonzero",
-            ):
+            if op.overloadpacket.__name__ in SYNCHRONISE:
                 asked.append(op)
             return op(*args, **(kwargs or {}))
 
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(
-        torch.Tensor, "tolist", lambda tensor: asked.append("tolist") or tolist(tensor)
-    )
-    monkeypatch.setattr(train, "optimizer", name)
-    monkeypatch.setattr(train, "batch_size", 32)
-    run = new_run(train, amp_dtype)
-    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=amp_dtype == torch.float16)
+    def tolist(tensor, original=torch.Tensor.tolist):
+        asked.append("tolist")
+        return original(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    setting(optimizer=name, batch_size=32)
+    run = new_run(amp_dtype)
+    is_half = amp_dtype == torch.float16
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=is_half)
     for _ in range(2):
         asked.clear()
         with Watch():
-            assert run.train_step(1.0)  # four micro-batches
-        assert run.state["skipped"] == 0
-        scale = [
-            op for op in asked if op != "tolist"
-        ]  # GradScaler.update() of a CPU; on a GPU that is one kernel
-        assert len(asked) == 1 + len(scale) and len(scale) <= (amp_dtype == torch.float16)
+            assert train_step(run, 1.0)  # four micro-batches
+        assert run.state.skipped == 0
+        # GradScaler.update() of a CPU asks too; on a GPU that is one kernel.
+        scale = [op for op in asked if op != "tolist"]
+        assert len(asked) == 1 + len(scale) and len(scale) <= is_half
     with Watch():
         run.model.decoder.bias[0].item()  # this would have been seen
     assert len(asked) == 2 + len(scale)
 
 
-def test_micro_batches_are_a_function_of_seed_and_row(train, monkeypatch):
-    run = new_run(train)
-    a = run.micro_batch_at(16, 5)
+def test_micro_batches_are_a_function_of_seed_and_row(train, setting):
+    run = new_run()
+    a = module.batch_at(run, 16, 5)
     torch.rand(3)
-    run.micro_batch_at(0, 5)
-    b = run.micro_batch_at(16, 5)
+    module.batch_at(run, 0, 5)
+    b = module.batch_at(run, 16, 5)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    monkeypatch.setattr(train, "seed", 1)
-    assert not torch.equal(a[1], run.micro_batch_at(16, 5)[1])
+    setting(seed=1)
+    assert not torch.equal(a[1], module.batch_at(run, 16, 5)[1])
 
 
-def test_unusable_steps_are_skipped_and_counted_and_too_many_end_the_run(train, monkeypatch):
-    run = new_run(train)
-    run.folder.mkdir()
-    assert run.train_step(0.5)
+def times(loss_fn, factor):
+    return lambda *batch: loss_fn(*batch) * factor
+
+
+def test_unusable_steps_are_skipped_and_counted(train):
+    run = new_run()
+    assert train_step(run, 0.5)
     before = {k: v.clone() for k, v in run.model.state_dict().items()}
-    loss = run.loss
-    run.loss = lambda *batch: loss(*batch) * float("nan")
+    good = run.loss_fn
+    run.loss_fn = times(good, float("nan"))
     for _ in range(3):
-        assert run.train_step(0.5)
-    assert run.state["skipped"] == 3 and run.state["step"] == 4
+        assert train_step(run, 0.5)
+    assert run.state.skipped == run.state.skipped_in_row == 3
     assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
-    run.loss = loss
-    assert run.train_step(0.5)
-    assert run.state["skipped_in_row"] == 0
+    run.loss_fn = good
+    assert train_step(run, 0.5)
+    assert run.state.skipped_in_row == 0 and run.state.skipped == 3
     assert any(not torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
-    monkeypatch.setattr(module, "MAX_SKIPPED", 2)
-    run.loss = lambda *batch: loss(*batch) * float("inf")
-    run.train_step(0.5)
-    with pytest.raises(SystemExit, match=r"no finite gradient in 2 steps, up to step 7, row \d+"):
-        run.train_step(0.5)
 
 
 def test_float16_scaler_skips_overflow_and_recovers(train):
-    run = new_run(train, torch.float16)
+    run = new_run(torch.float16)
     assert run.scaler.is_enabled()
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     for _ in range(60):
-        run.train_step(0.5)
-        if not run.state["skipped_in_row"]:
+        train_step(run, 0.5)
+        if not run.state.skipped_in_row:
             break
-    assert run.state["skipped"] > 0 and run.state["skipped_in_row"] == 0
+    assert run.state.skipped > 0 and run.state.skipped_in_row == 0
     assert run.scaler.get_scale() < 2.0**40
 
 
-def test_reserve_is_kept_for_the_last_evaluation_and_save(train, monkeypatch):
-    run = new_run(train)
-    monkeypatch.setattr(train, "budget_hours", 100 / 3600)
-    monkeypatch.setattr(run, "elapsed", lambda: 44.0)
-    assert run.progress() == pytest.approx(0.44)
-    run.state |= {"eval_seconds": 8.0, "save_seconds": 2.0}
-    assert run.progress() == pytest.approx(44 / 88)
-    run.state["compile_seconds"] = 28.0  # of the budget, but the schedule begins after it
-    assert run.progress() == pytest.approx(16 / 60)
-    monkeypatch.setattr(run, "elapsed", lambda: 88.1)
-    assert run.progress() == 1
-    done = []
-    monkeypatch.setattr(run, "evaluate", lambda sets: done.append("evaluated"))
-    monkeypatch.setattr(run, "save", lambda: done.append("saved"))
-    monkeypatch.setattr(train, "samples", "")
-    run.state |= {"step": 5, "evals_done": 0, "logged": 5}
+def stop_clock(monkeypatch, run, now):
+    monkeypatch.setattr(run.clock, "elapsed", lambda: now)
+
+
+def test_the_reserve_is_kept_for_the_last_evaluation_and_save(train, setting, monkeypatch):
+    setting(budget_hours=100 / 3600)
+    run = new_run()
+    state, clock = run.state, run.clock
+    stop_clock(monkeypatch, run, 44.0)
+    assert clock.progress() == pytest.approx(0.44)
+    state.eval_seconds, state.save_seconds = 8.0, 2.0
+    assert clock.progress() == pytest.approx(44 / 88)
+    state.compile_seconds = 28.0  # of the budget, but the schedule begins after it
+    assert clock.progress() == pytest.approx(16 / 60)
+    stop_clock(monkeypatch, run, 88.1)
+    assert clock.progress() == 1
+    state.step, state.evals_done, state.logged = 5, 0, 5
     run.saved_at = -math.inf
     for run.saved_steps in (-1, 5):  # not yet saved by this process, and due again
-        done.clear()
-        for now, wanted in (
-            (87.0, []),
-            (85.0, ["saved"]),
-        ):  # 1 s are left, 3 s: too little for an evaluation, a save
-            monkeypatch.setattr(run, "elapsed", lambda now=now: now)
-            module.keep_record(run, None, None, None)
-            assert done == wanted
+        stop_clock(monkeypatch, run, 87.0)  # 1 s is left
+        assert not module.evaluation_is_due(run, 17) and not module.save_is_due(run)
+        stop_clock(monkeypatch, run, 85.0)  # 3 s: too little for an evaluation, enough for a save
+        assert not module.evaluation_is_due(run, 17) and module.save_is_due(run)
+    stop_clock(monkeypatch, run, 79.0)
+    assert module.evaluation_is_due(run, 17)
 
 
-def test_the_first_saves_know_what_the_last_one_will_write(train, monkeypatch):
-    """One before the first step, one after it, when the optimisers have their states, and the last."""
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
-    monkeypatch.setattr(train, "max_steps", 4)
-    monkeypatch.setattr(train, "checkpoint_minutes", 0.0)
-    save, saves = module.Run.save, []
+def test_a_clock_without_an_end_never_ends():
+    state = module.State()
+    clock = module.Clock(state, math.inf, 0)
+    clock.earlier = 1e9
+    assert clock.progress() == 0 and clock.left() == math.inf
 
-    def noted(run, required=False):
-        saves.append((run.state["step"], all(len(o.state) for o in run.optimizers)))
-        save(run, required)
 
-    monkeypatch.setattr(module.Run, "save", noted)
+def test_the_first_saves_know_what_the_last_one_will_write(train, setting, monkeypatch):
+    """One before the first step, one after it, when the optimisers have states, and the last."""
+    setting(max_steps=4, checkpoint_minutes=0.0)
+    save, saves = module.save, []
+
+    def noted(run):
+        saves.append((run.state.step, all(len(o.state) for o in run.optimizers)))
+        return save(run)
+
+    monkeypatch.setattr(module, "save", noted)
     module.main()
     assert saves == [(0, False), (1, True), (4, True)]
-    monkeypatch.setattr(train, "init", "resume")
-    monkeypatch.setattr(train, "max_steps", 6)
+    setting(init="resume", max_steps=6)
     module.main()
     assert saves[3:] == [(4, True), (6, True)]
 
 
-def test_a_skipped_step_leaves_the_optimisers_without_a_state(train, monkeypatch):
-    """So the save that knows what the last one will write waits for one that is applied."""
-    run, save, saves = new_run(train), module.Run.save, []
+def test_a_skipped_step_leaves_the_optimisers_without_a_state(train, setting):
+    """So the save that knows what the last one will write waits for a step that is applied."""
+    setting(max_steps=9)
+    run, saves = new_run(), []
     run.folder.mkdir()
-    monkeypatch.setattr(
-        module.Run, "save", lambda run: (saves.append(run.state["step"]), save(run))
-    )
-    monkeypatch.setattr(train, "max_steps", 9)
-    run.state |= {"evals_done": 99, "logged": 99}
+    run.saved_at = module.time.monotonic()
     for step, skipped in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 2)):
-        run.state |= {"step": step, "skipped": skipped}
-        module.keep_record(run, None, None, None)
+        run.state.step, run.state.skipped = step, skipped
+        if module.save_is_due(run):
+            saves.append(step)
+            assert module.save(run)
     assert saves == [0, 3]
 
 
-def test_a_finished_run_stays_finished_where_saving_is_slow(train, monkeypatch):
-    monkeypatch.setattr(train, "budget_hours", 100 / 3600)
-    run, other = new_run(train), new_run(train)
-    run.state |= {"eval_seconds": 1.0, "save_seconds": 30.0}  # a reserve of 37.2 s
+def test_a_failed_save_is_tried_again_after_a_minute(train, setting, monkeypatch):
+    """It does not count as one: neither for the time of the next nor for the reserve."""
+    setting(max_steps=9, checkpoint_minutes=5.0)
+    run, now = new_run(), [1000.0]
     run.folder.mkdir()
-    run.before = 65.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    assert module.save(run) and run.state.save_seconds == 0
+    run.state.step = 1
+    assert module.save(run) and not module.save_is_due(run)
+    now[0] += 301
+    assert module.save_is_due(run)
+
+    def full(*args):
+        now[0] += 20
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", full)
+        assert not module.save(run)
+    assert run.saved_at == 1000.0 and run.state.save_seconds == 0
+    now[0] += module.RETRY_SECONDS - 1
+    assert not module.save_is_due(run)
+    now[0] += 1
+    assert module.save_is_due(run) and module.save(run) and not module.save_is_due(run)
+
+
+def test_the_last_save_is_tried_once(train, setting, monkeypatch, capsys):
+    setting(max_steps=2)
+    save, saves = module.save, []
+
+    def failing_at_the_end(run):
+        saves.append(run.state.step)
+        return save(run) if run.state.step < 2 else False
+
+    monkeypatch.setattr(module, "save", failing_at_the_end)
+    with pytest.raises(SystemExit) as e:
+        module.main()
+    assert e.value.code == 1 and saves == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("spent", "reached"),
+    [
+        # a reserve of 37.2 s: what was over stays over where saving is slow
+        ({"eval_seconds": 1.0, "save_seconds": 30.0, "elapsed": 65.0}, 1),
+        # compiling is no part of the schedule after a resume either
+        ({"compile_seconds": 20.0, "elapsed": 60.0}, 40 / 80),
+    ],
+)
+def test_a_resumed_clock(train, setting, spent, reached):
+    setting(budget_hours=100 / 3600)
+    run, other = new_run(), new_run()
+    run.folder.mkdir()
+    run.clock.earlier = spent.pop("elapsed")
+    for name, seconds in spent.items():
+        setattr(run.state, name, seconds)
     checkpoint.write(run, "muon")
     checkpoint.restore(other, "muon")
-    assert other.progress() == 1
+    assert other.clock.progress() == pytest.approx(reached, abs=0.02)
 
 
-def test_compiling_is_no_part_of_the_schedule_after_a_resume_either(train, monkeypatch):
-    monkeypatch.setattr(train, "budget_hours", 100 / 3600)
-    run, other = new_run(train), new_run(train)
-    run.state["compile_seconds"] = 20.0
-    run.folder.mkdir()
-    run.before = 60.0
-    checkpoint.write(run, "muon")
-    checkpoint.restore(other, "muon")
-    assert other.progress() == pytest.approx(40 / 80, abs=0.02)
-
-
-def test_compiled_equals_eager(train, monkeypatch):
-    """Loss and every gradient of a compiled micro-batch, and of the evaluation, against eager ones."""
-    monkeypatch.setattr(train, "n_layer", 1)
-    run = new_run(train)
-    batch, eager = run.micro_batch_at(0, 20), run.loss
-    run.compile(batch)
-    assert run.loss is not eager
+def test_compiled_equals_eager(train, setting):
+    """Loss and every gradient of a compiled micro-batch against eager ones."""
+    setting(n_layer=1)
+    run = new_run()
+    batch, eager = module.batch_at(run, 0, 20), run.loss_fn
+    module.compile_loss(run, batch)
+    assert run.loss_fn is not eager
     gradients = []
-    for loss in (run.loss, eager):
+    for loss_fn in (run.loss_fn, eager):
         run.model.zero_grad()
-        value = loss(*batch)
+        value = loss_fn(*batch)
         value.backward()
         gradients.append([value.detach(), *(p.grad.clone() for p in run.model.parameters())])
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
 
 
-def test_two_graphs_serve_the_whole_run(train, monkeypatch, capsys):
-    """No shape changes with the batch ramp, the masking schedule, the last held-out batch or the second evaluation."""
+def test_two_graphs_serve_the_whole_run(train, setting, monkeypatch, capsys):
+    """No shape changes with the ramp, the masks, the last held-out batch or another evaluation."""
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
     compile_ = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, **options: compile_(f, backend="eager", **options)
-    )
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
-    for name, value in {
-        "compile": True,
-        "max_steps": 12,
-        "batch_size": 32,
-        "eval_rows": 21,
-        "evals": 4,
-    }.items():
-        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: compile_(f, backend="eager", **kw))
+    setting(compile=True, max_steps=12, batch_size=32, eval_rows=21, evals=4)
     train.main()
     assert "does not work here" not in capsys.readouterr().out
     rows = record.read_log(train.out_dir)
-    assert (
-        len({row.get("batch_size") for row in rows}) > 2
-        and len({row.get("mask_rate") for row in rows}) > 2
-    )
+    assert len({row.get("batch_size") for row in rows}) > 2
+    assert len({row.get("mask_rate") for row in rows}) > 2
     assert counters["stats"]["unique_graphs"] == 2  # training and evaluation
     assert not counters["graph_break"]
 
@@ -413,14 +421,12 @@ def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
         return call
 
     monkeypatch.setattr(torch, "compile", broken)
-    run = new_run(train)
-    eager = run.loss
-    run.compile(run.micro_batch_at(0, 5))
-    assert run.loss is eager
-    assert (
-        capsys.readouterr().out
-        == "torch.compile does not work here, going on without it: no compiler\n"
-    )
+    run = new_run()
+    eager, batch = run.loss_fn, module.batch_at(run, 0, 5)
+    module.compile_loss(run, batch)
+    assert run.loss_fn is eager
+    said = capsys.readouterr().out
+    assert said == "torch.compile does not work here, going on without it: no compiler\n"
 
     def broken_in_evaluation(f, **options):
         def call(*args):
@@ -429,16 +435,14 @@ def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
         return call
 
     monkeypatch.setattr(torch, "compile", broken_in_evaluation)
-    run.compile(run.micro_batch_at(0, 5))
-    assert (
-        run.loss is eager and run.model.training
-    )  # or there would be no dropout until the next evaluation
+    module.compile_loss(run, batch)
+    # Or there would be no dropout until the next evaluation.
+    assert run.loss_fn is eager and run.model.training
 
 
-def test_slips_are_one_line(train, monkeypatch, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("precious")
-    cases = [
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"budget_hours": 0.0}, "a budget of 0 trains nothing"),
         (
             {"batch_size": 20},
@@ -455,60 +459,59 @@ def test_slips_are_one_line(train, monkeypatch, tmp_path):
         ({"seq_len": 64}, "type --seq_len=128"),
         ({"vocab_size": 32768}, "type --vocab_size=600"),
         ({"n_head": 3}, "n_embd=32 must be an even multiple of n_head=3"),
-        ({"data_dir": str(tmp_path / "nowhere")}, "run python prepare.py"),
+        ({"data_dir": "nowhere"}, "run python prepare.py"),
         ({"init": "resume"}, "ckpt.pt not found"),
-        ({"out_dir": str(tmp_path / "mine")}, "holds no run of train.py: choose another --out_dir"),
         ({"samples": "no mask here"}, "each sentence needs one"),
         (
             {"samples": "very " * 600 + "long [MASK]."},
             "samples: a sentence has more than 512 tokens",
         ),
-    ]
-    for device, there in (
-        ("cuda", torch.cuda.is_available()),
-        ("mps", torch.backends.mps.is_available()),
-    ):
-        if not there:
-            cases.append(
-                (
-                    {"device": device},
-                    f"device={device}, but this build of torch sees no such device",
-                )
-            )
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # a GPU that torch cannot use: a day on the CPU would be a surprise
-        patch.setattr(torch.version, "cuda", "13.0")
-        patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setattr(machine, "DRIVER", tmp_path)
-        for hidden in ("", "-1"):
-            patch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-            machine.pick("auto", "auto")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
-        assert machine.pick("cpu", "auto")[0].type == "cpu"
-        with pytest.raises(SystemExit, match=r"update its driver for CUDA 13.0, or take"):
-            train.main()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "pick", lambda *settings: (torch.device("mps"), torch.float32))
-        patch.setattr(train, "offload", True)
-        patch.setattr(train, "optimizer", "adamw")
-        with pytest.raises(SystemExit, match="type --device=cpu"):
-            train.main()
-    for values, message in cases:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as e:
-            for name, value in values.items():
-                patch.setattr(train, name, value)
-            train.main()
-        assert message in str(e.value) and "\n" not in str(e.value)
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
+        ({"offload": True}, "type --optimizer=adamw"),
+        ({"device": "cuda"}, "device=cuda, but this build of torch sees no such device"),
+        ({"device": "mps"}, "device=mps, but this build of torch sees no such device"),
+    ],
+)
+def test_slips_are_one_line(train, setting, tmp_path, settings, message):
+    setting(**settings)
+    with pytest.raises(SystemExit) as e:
+        train.main()
+    assert message in str(e.value) and "\n" not in str(e.value)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_train_bin_is_one_line(train, data_dir, tmp_path, monkeypatch):
-    import shutil
+def test_a_folder_of_anything_else_is_left_alone(train, setting, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    setting(out_dir=str(tmp_path / "mine"))
+    with pytest.raises(SystemExit, match=r"holds no run of train\.py: choose another --out_dir"):
+        train.main()
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
 
+
+def test_a_gpu_that_torch_cannot_use(train, monkeypatch, tmp_path):
+    """A day on the CPU would be a surprise, unless the user hides the GPU or asks for the CPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "DRIVER", tmp_path)
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        machine.pick("auto", "auto")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert machine.pick("cpu", "auto")[0].type == "cpu"
+    with pytest.raises(SystemExit, match=r"update its driver for CUDA 13\.0, or take"):
+        train.main()
+
+
+def test_offload_and_mps(train, setting, monkeypatch):
+    monkeypatch.setattr(machine, "pick", lambda *settings: (torch.device("mps"), torch.float32))
+    setting(offload=True, optimizer="adamw")
+    with pytest.raises(SystemExit, match="type --device=cpu"):
+        train.main()
+
+
+def test_a_damaged_train_bin_is_one_line(train, setting, data_dir, tmp_path):
     folder = shutil.copytree(data_dir, tmp_path / "data")
-    monkeypatch.setattr(train, "data_dir", str(folder))
+    setting(data_dir=str(folder))
     (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-256])
     with pytest.raises(SystemExit, match=r"train.bin has \d+ bytes where meta.json says"):
         train.main()
@@ -517,40 +520,36 @@ def test_a_damaged_train_bin_is_one_line(train, data_dir, tmp_path, monkeypatch)
         train.main()
 
 
-def test_berts_shares_add_up(train, monkeypatch):
-    monkeypatch.setattr(train, "mask_token_share", 0.8)
-    monkeypatch.setattr(train, "random_token_share", 0.2)
+def test_berts_shares_add_up(train, setting):
+    setting(mask_token_share=0.8, random_token_share=0.2)
     module.check_settings()
 
 
-def test_a_failing_save_is_a_warning_and_the_last_one_an_error(train, monkeypatch, capsys):
-    run = new_run(train)
-    record.open_out(run.folder)
-    run.log()
-    run.save()
+@pytest.mark.parametrize("part", ["ckpt", "model"])
+def test_a_failing_save_is_a_warning(train, monkeypatch, capsys, part):
+    """What was there before stands: all of it where the checkpoint fails, which comes first."""
+    run = new_run()
+    record.new_folder(run.folder)
+    module.log_step(run)
+    assert module.save(run)
     before = {p.name: p.read_bytes() for p in run.folder.iterdir()}
-    for part in ("ckpt", "model"):
 
-        def full(*args, **kwargs):
-            raise OSError(28, "No space left on device")
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(*{"ckpt": (torch, "save", full), "model": (module, "save", full)}[part])
-            run.train_step(0.5)
-            run.save()
-            assert "WARNING: cannot save to" in capsys.readouterr().out
-            with pytest.raises(SystemExit):
-                run.save(required=True)
-        if part == "ckpt":
-            assert before == {
-                p.name: p.read_bytes() for p in run.folder.iterdir() if p.suffix != ".tmp"
-            }
+    owner = torch if part == "ckpt" else module.model_folder
+    monkeypatch.setattr(owner, "save", full)
+    train_step(run, 0.5)
+    assert not module.save(run)
+    assert "WARNING: cannot save to" in capsys.readouterr().out
+    if part == "ckpt":
+        assert before == {p.name: p.read_bytes() for p in run.folder.iterdir()}
 
 
 def test_saving_before_the_first_row_of_the_log(train):
-    run = new_run(train)
-    record.open_out(run.folder)
-    run.save(required=True)
+    run = new_run()
+    record.new_folder(run.folder)
+    assert module.save(run)
     assert (run.folder / "ckpt.pt").exists() and not (run.folder / "loss.png").exists()
 
 
@@ -561,13 +560,28 @@ def test_a_run_needs_no_git(monkeypatch):
     assert facts["device"].removeprefix("cpu: ") and facts["date"].startswith("20")
 
 
-def test_resume_in_another_precision(train, monkeypatch):
-    run = new_run(train)
-    record.open_out(run.folder)
-    run.save(required=True)
-    again = new_run(train, torch.float16)
+def test_resume_in_another_precision(train):
+    run = new_run()
+    record.new_folder(run.folder)
+    assert module.save(run)
+    again = new_run(torch.float16)
     checkpoint.restore(again, "muon")
     assert again.scaler.get_scale() == 2.0**16
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_the_log_has_the_rates_of_both_optimisers(train, setting, name):
+    setting(optimizer=name, max_steps=4, log_every=1, samples="")
+    module.main()
+    rows = [row for row in record.read_log(train.out_dir) if "lr" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    shares = [module.lr_scale(step / 4) for step in range(4)]
+    assert [row["lr"] for row in rows] == pytest.approx([module.lr * s for s in shares], rel=1e-5)
+    if name == "muon":
+        wanted = [module.muon_lr * share for share in shares]
+        assert [row["muon_lr"] for row in rows] == pytest.approx(wanted, rel=1e-5)
+    else:
+        assert not any("muon_lr" in row for row in rows)
 
 
 def test_the_log_survives_a_cut_line_and_a_resume(tmp_path):
@@ -615,7 +629,6 @@ def test_advice_where_memory_runs_out(setting):
 
 
 def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_path):
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own
     for name, value in {"max_steps": 4, "wandb_project": "mine"}.items():
         monkeypatch.setattr(train, name, value)
     monkeypatch.setitem(sys.modules, "wandb", None)

@@ -1,239 +1,154 @@
-"""What this machine is: the device, the precision it does natively, how fast it multiplies matrices, its versions.
+"""What this machine is: its device and precision, how fast it multiplies matrices, its versions.
 
-python -c "from nanocram import machine; print(machine.pick('auto', 'auto'))"
-python -c "from nanocram import machine; print(machine.describe(machine.pick('auto', 'auto')[0]))"
+    python -c "from nanocram import machine; print(machine.pick('auto', 'auto'))"
+
+None of it is needed to understand a step of training.
 """
 
 import contextlib
 import ctypes
-import functools
-import math
 import os
 import platform
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 
-# Dense bf16 products (fp16 where a card has no bf16) summed in fp32, in TFLOP/s, from the vendors' datasheets.
+# Dense bf16 products (fp16 where a card has no bf16) summed in fp32, in TFLOP/s, as the vendors
+# promise them. One entry adds your card.
+# fmt: off
 DATASHEET = {
-    "B200": 2250,
-    "H200": 989,
-    "H100": 989,
-    "H100 PCIe": 756,
-    "A100": 312,
-    "L40S": 362,
-    "L4": 121,
-    "A10": 125,
-    "A6000": 155,
-    "5090": 210,
-    "4090": 165,
-    "3090": 71,
-    "2080 Ti": 54,
-    "V100": 125,
-    "T4": 65,
+    "B200": 2250, "H200": 989, "H100": 989, "H100 PCIe": 756, "A100": 312, "L40S": 362, "L4": 121,
+    "A10": 125, "A6000": 155, "5090": 210, "4090": 165, "3090": 71, "2080 Ti": 54,
+    "V100": 125, "T4": 65,
 }
-VARIANTS = {
-    "PCIe",
-    "NVL",
-    "Ti",
-    "SUPER",
-    "Laptop",
-    "D",
-    "MIG",
-}  # words that make a card another one
-DRIVER = Path(
-    "/dev/nvidiactl"
-)  # there where Linux has a card of NVIDIA's, and a container was given it
+# fmt: on
+VARIANTS = {"PCIe", "NVL", "Ti", "SUPER", "Laptop", "D", "MIG"}  # these make a card another one
+DRIVER = Path("/dev/nvidiactl")  # exists on Linux with a card of NVIDIA's, in containers given one
 
 
 def pick(device, dtype):
-    """(torch.device, torch.dtype of the matrix products) for two settings; "auto" takes the best native one.
+    """(torch.device, torch.dtype of the matrix products); "auto" takes the best native one.
 
-    Exits with one line if there is no such device. It sets what suits our work there, too: TF32 for float32 products,
-    no attention by cuDNN, on a CPU a C library that keeps freed memory."""
-    backends = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-    if device in backends and not backends[device]():
-        sys.exit(
-            f"device={device}, but this build of torch sees no such device: type --device=auto"
-        )
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in (
-        "",
-        "-1",
-    )  # by the user: then it is meant
-    if (
-        device == "auto"
-        and torch.version.cuda
-        and DRIVER.exists()
-        and not (torch.cuda.is_available() or hidden)
-    ):
-        sys.exit(
-            f"torch cannot use this machine's GPU: update its driver for CUDA {torch.version.cuda}, or "
-            "take a torch for an older CUDA from pytorch.org, or type --device=cpu"
-        )
+    Exits with one line if there is no such device. Sets what suits our work there, too."""
+    has_cuda = torch.cuda.is_available()
+    has_mps = torch.backends.mps.is_available()
+    available = {"cuda": has_cuda, "mps": has_mps, "cpu": True}
     if device == "auto":
-        device = (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
+        # A GPU that torch cannot use would mean a day on the CPU; one that the user hid is meant.
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+        if torch.version.cuda and DRIVER.exists() and not hidden and not has_cuda:
+            advice = (
+                f"update its driver for CUDA {torch.version.cuda}, or take a torch for an older one"
+            )
+            sys.exit(f"torch cannot use this GPU: {advice} from pytorch.org, or type --device=cpu")
+        device = next(name for name in available if available[name])
+    if not available[device]:
+        sys.exit(f"device={device}, but this build of torch sees no such device: type --device=cpu")
     if dtype == "auto":
-        dtype = "bfloat16" if native_bf16(device) else "float16" if device == "cuda" else "float32"
-    torch.set_float32_matmul_precision("high")
-    # torch >= 2.11 prefers cuDNN's attention on Hopper cards. Gradients of it have been NaN there (pytorch issue 196678
-    # with a mask, NVIDIA/cudnn-frontend 1072 without), and it plans anew for each of the many shapes of fine-tuning
+        no_bf16 = "float16" if device == "cuda" else "float32"
+        dtype = "bfloat16" if native_bf16(device) else no_bf16
+
+    torch.set_float32_matmul_precision("high")  # TF32
+    # torch >= 2.11 prefers cuDNN's attention on Hopper cards. Gradients of it have been NaN there
+    # (pytorch issue 196678 with a mask, NVIDIA/cudnn-frontend 1072 without), and it plans anew for
+    # each of the many shapes of fine-tuning.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if device == "cpu":
         keep_freed_memory()
     return torch.device(device), getattr(torch, dtype)
 
 
-@functools.cache
 def native_bf16(device):
-    """Whether a "cuda", "mps" or "cpu" has instructions for bfloat16; without, torch is up to 20 times slower in it."""
+    """Whether "cuda", "mps" or "cpu" computes in bfloat16; emulated it is up to 20 times slower."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    tests = [
-        getattr(torch.cpu, name, bool)
-        for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    ]
-    return device == "cpu" and any(test() for test in tests)
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # bool() is False
+    return device == "cpu" and any(getattr(torch.cpu, name, bool)() for name in names)
 
 
 def keep_freed_memory():
-    """Have glibc reuse freed memory at once instead of handing it to the system and asking for it anew.
+    """Have glibc reuse freed memory at once instead of handing it back and asking for it anew.
 
-    On a CPU this gave 6 to 20 % more tokens/s to eager steps, of 1M parameters as of 120M; to compiled ones of 120M
-    nothing. The process stays as large as it once was."""
+    On a CPU this gave 6 to 20 % more tokens/s to eager steps, of 1M parameters as of 120M; to
+    compiled ones of 120M nothing. The process stays as large as it once was."""
     with contextlib.suppress(OSError, AttributeError):  # another system, another C library
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks too come from the heap ...
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
 
 
-def timed(dev, work, *args):
+def timed(device, work, *args):
     """(seconds until the device had done work(*args), what that returned)."""
-    wait = (lambda: None) if dev.type == "cpu" else getattr(torch, dev.type).synchronize
-    wait()
+    synchronize = getattr(torch, device.type).synchronize  # a CPU has one that does nothing
+    synchronize()
     start = time.perf_counter()
     result = work(*args)
-    wait()
+    synchronize()
     return time.perf_counter() - start, result
 
 
 def matmul_rate(device, dtype):
-    """FLOP/s of a large matrix product on this machine, the best of several tries: the yardstick of MFU."""
+    """FLOP/s of a large matrix product on this machine: the yardstick of MFU."""
     n, repeats = (8192, 20) if device.type == "cuda" else (2048, 1)
     a = torch.randn(n, n, device=device).to(dtype)
-    best, tries, end = math.inf, 0, time.perf_counter() + 0.7
-    while tries < 3 or time.perf_counter() < end:  # other work slows some of them down
-        start = time.perf_counter()
+
+    def multiply():
         for _ in range(repeats):
-            b = a @ a
-        b[0, 0].item()  # waits until the device is done
-        best, tries = min(best, time.perf_counter() - start), tries + 1
-    return 2 * n**3 * repeats / best
+            a @ a
+
+    # Other work slows some tries down: the best one counts.
+    seconds = []
+    end = time.perf_counter() + 0.7
+    while len(seconds) < 3 or time.perf_counter() < end:
+        seconds.append(timed(device, multiply)[0])
+    return 2 * n**3 * repeats / min(seconds)
 
 
 def datasheet_rate(name):
     """FLOP/s that the vendor promises for the card of that name, 0 where we do not know."""
     words = set(re.split("[ -]", name))
-    cards = {card: set(card.split()) for card in DATASHEET}
-    return max(
-        (1e12 * DATASHEET[c] for c, w in cards.items() if w <= words and not words & VARIANTS - w),
-        default=0.0,
-    )
+    for card, teraflops in DATASHEET.items():
+        wanted = set(card.split())
+        if wanted <= words and not words & (VARIANTS - wanted):
+            return 1e12 * teraflops
+    return 0.0
 
 
 def peak_bytes(device):
-    """The most memory that was in use at a time: on the card, or by this process; 0 where the system does not say."""
+    """The most memory in use at a time, on the card or by this process; 0 where none tells."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    try:
-        import resource  # there is none on Windows
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
 
-
-def kept_bytes(forward, parameters):
-    """Bytes that forward() keeps for the backward pass; each storage once, the parameters not at all."""
-    own, kept = {p.untyped_storage().data_ptr() for p in parameters}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes() * (storage.data_ptr() not in own)
-        return tensor.detach()  # the tensor itself would keep the graph that keeps it
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()
-    del result  # not before: until here no storage can have been freed, and its address used again
-    return sum(kept.values())
-
-
-@contextlib.contextmanager
-def power_meter(device):
-    """A list that fills with the card's power in watts, two readings a second, while the block runs."""
-    watts, done = [], threading.Event()
-
-    def read():
-        identity = f"--id=GPU-{torch.cuda.get_device_properties().uuid}"  # CUDA_VISIBLE_DEVICES changes the numbers
-        query = ["nvidia-smi", identity, "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # no such program; "[N/A]", a driver that does not tell
-            while not done.wait(0.5):
-                watts.append(float(subprocess.run(query, capture_output=True, text=True).stdout))
-
-    reader = threading.Thread(target=read) if device.type == "cuda" else None
-    if reader:
-        reader.start()
-    try:
-        yield watts
-    finally:
-        done.set()
-        if reader:
-            reader.join()
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return 0
 
 
 def processor():
     """What the processor calls itself; on Linux platform.processor() says nothing of use."""
-    with contextlib.suppress(OSError):
-        if found := re.search(
-            r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        ):
-            return found[1]
-    return platform.processor() or platform.machine()
+    path = Path("/proc/cpuinfo")
+    text = path.read_text() if path.exists() else ""
+    found = re.search(r"^model name\s*: (.+)", text, re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def describe(device):
-    """The date, versions, hardware and the commit of this code, as a dict of strings and numbers."""
-    try:
-        here = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"], **here
-        ).stdout.strip()
-    except OSError:  # no git
-        commit = ""
+    """Versions, hardware, commit of this code and the date: a dict of strings and numbers."""
+    commit = ""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    with contextlib.suppress(OSError):  # no git
+        here = Path(__file__).parent
+        commit = subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name() if device.type == "cuda" else processor()
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-    }
-    hardware = {
-        "system": platform.platform(),
-        "device": f"{device.type}: {name}",
-        "cores": os.cpu_count(),
-    }
-    made = {"commit": commit or "unknown", "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    return {**versions, **hardware, "threads": torch.get_num_threads(), **made}
+    facts = {"python": platform.python_version(), "torch": torch.__version__}
+    facts |= {"numpy": np.__version__, "system": platform.platform()}
+    facts |= {"device": f"{device.type}: {name}", "cores": os.cpu_count()}
+    facts |= {"threads": torch.get_num_threads(), "commit": commit or "unknown"}
+    return facts | {"date": time.strftime("%Y-%m-%d", time.gmtime())}

@@ -3,8 +3,6 @@ import json
 import re
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,34 +10,36 @@ import torch
 from conftest import SMALL_MODEL, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_train import new_run
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bench
 from model import MaskedLM, ModelConfig, make_loss
 from nanocram import machine
 from nanocram.model_folder import to_folder_keys
+from nanocram.offload import saved_for_backward
+
+CPU = torch.device("cpu")
+SMALL_BERT = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+CANDIDATES = [
+    "nanocram, a ModernBERT",
+    "transformers ModernBERT, dense head",
+    "transformers ModernBERT, sparse head",
+    "transformers BERT-base",
+]
 
 
 @pytest.fixture
-def small_bench(train, monkeypatch):
-    """bench.py in front of the train module with the settings of a small run."""
-    sizes = {
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
-    for name, value in {
-        "bench_steps": 4,
-        "REFERENCE": "config/tiny.py",
-        "ROUNDS": 2,
-        "BERT": sizes,
-    }.items():
-        monkeypatch.setattr(bench, name, value)
+def small(train, monkeypatch):
+    """The train module with the settings of a small run, behind a small bench.py."""
+    monkeypatch.setattr(bench, "bench_steps", 4)
+    monkeypatch.setattr(bench, "ROUNDS", 2)
+    monkeypatch.setattr(bench, "BERT", SMALL_BERT)
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)  # seconds of work
-    for name in ("batch_size", "batch_ramp", "max_steps", "data_dir"):  # bench sets them
-        monkeypatch.setattr(train, name, getattr(train, name))
     return train
 
 
@@ -50,279 +50,286 @@ def small_bench(train, monkeypatch):
     st.floats(0, 5),
     st.floats(0.01, 0.5),
 )
-def test_the_plan_is_what_a_clock_would_count(ramp, micro, update, hours):
+def test_the_budget_holds_what_a_clock_would_count(ramp, micro, update, hours):
     """Step after step on a simulated clock, each as long as the ramp says at its start."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"micro_batch": 8, "seq_len": 100, "budget_hours": hours}.items():
             patch.setattr(bench.train, name, value)
-        steps, tokens = bench.plan([8 * n for n in ramp], micro, update)
+        steps, tokens = bench.steps_in_budget([8 * n for n in ramp], micro, update)
     elapsed = count = seen = 0
     while elapsed < 3600 * hours:
         n = ramp[int(elapsed / (3600 * hours) * len(ramp))]
-        elapsed, count, seen = elapsed + n * micro + update, count + 1, seen + 8 * n * 100
-    longest, shortest = (
-        n * micro + update for n in (max(ramp), min(ramp))
-    )  # one may reach into the next stretch
+        elapsed += n * micro + update
+        count += 1
+        seen += 8 * n * 100
+    # One step may reach into the next stretch of the ramp.
+    longest = max(ramp) * micro + update
+    shortest = min(ramp) * micro + update
     assert abs(steps - count) <= len(ramp) * (1 + longest / shortest)
     assert abs(tokens - seen) <= len(ramp) * 2 * longest * 800 / micro
 
 
-def test_bytes_kept_for_the_backward_pass_by_hand():
-    """exp keeps its output, a product its input (and the weight, which is a parameter and does not count)."""
+@pytest.mark.parametrize("rows", [4, 6])
+def test_bytes_kept_for_the_backward_pass_by_hand(rows):
+    """exp keeps its output, a product its input (and the weight, which does not count)."""
     model = torch.nn.Linear(10, 7, bias=False)
-    x = torch.randn(6, 10)
-    weights = dict(model.named_parameters())
-    run = SimpleNamespace(
-        weights=weights, loss=lambda x: model(x).exp().sum(), micro_batch_at=lambda row, n: (x,)
-    )
-    assert bench.kept_bytes(run, 4) == 4 * 10 * 4 + 4 * 7 * 4
-    assert bench.kept_bytes(run, 6) == 6 * 10 * 4 + 6 * 7 * 4
+    x = torch.randn(rows, 10)
+    kept = saved_for_backward(lambda: model(x).exp().sum(), model.parameters())
+    assert kept == rows * 10 * 4 + rows * 7 * 4
 
 
 def test_counting_bytes_frees_them_again():
-    seen = []
+    """exp keeps its own output: a hook that returned it as it is would make a cycle."""
     model = torch.nn.Linear(4, 4)
+    seen = []
 
-    def loss(x):
-        y = model(
-            x
-        ).exp()  # exp keeps its own output: a hook that returned it as it is would make a cycle
+    def forward():
+        y = model(torch.randn(3, 4)).exp()
         seen.append(StorageWeakRef(y.untyped_storage()))
         return y.sum()
 
     gc.disable()
     try:
-        bench.kept_bytes(
-            SimpleNamespace(weights={}, loss=loss, micro_batch_at=lambda *a: (torch.randn(3, 4),)),
-            2,
-        )
+        saved_for_backward(forward, ())
         assert seen[0].expired()
     finally:
         gc.enable()
 
 
-def test_logits_of_other_positions_do_not_exist(train):
-    """What a row keeps for the backward pass grows with the vocabulary by its predicted positions alone."""
-    per_row = {}
-    for size in (600, 1200):
-        model = MaskedLM(ModelConfig(vocab_size=size, n_layer=1, n_head=2, n_embd=32, n_inner=48))
-        loss = make_loss(model, torch.device("cpu"), torch.float32)
-        batch = torch.zeros(8, 128, dtype=torch.long), torch.ones(8, 20, dtype=torch.long)
-        weights = dict(model.named_parameters())
-        run = SimpleNamespace(
-            weights=weights, loss=loss, micro_batch_at=lambda *a, batch=batch: (*batch, batch[1])
-        )
-        per_row[size] = (bench.kept_bytes(run, 8) - bench.kept_bytes(run, 4)) / 4
-    assert per_row[1200] - per_row[600] == 20 * 600 * 4
+def bytes_of_a_row(vocab_size):
+    """What a row with 20 predicted tokens keeps for the backward pass."""
+    config = ModelConfig(vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=32, n_inner=48)
+    model = MaskedLM(config)
+    loss_fn = make_loss(model, CPU, torch.float32)
+
+    def kept(n_rows):
+        ids = torch.zeros(n_rows, 128, dtype=torch.long)
+        positions = torch.ones(n_rows, 20, dtype=torch.long)
+        return saved_for_backward(lambda: loss_fn(ids, positions, positions), model.parameters())
+
+    return (kept(8) - kept(4)) / 4
 
 
-def test_accumulation_takes_no_memory(train):
+def test_logits_of_other_positions_do_not_exist():
+    """What a row keeps grows with the vocabulary by its predicted positions alone."""
+    assert bytes_of_a_row(1200) - bytes_of_a_row(600) == 20 * 600 * 4
+
+
+def test_a_row_keeps_at_least_the_input_of_each_block(small):
+    run = bench.new_run()
+
+    def kept(n_rows):
+        batch = [x[:n_rows].clone() for x in small.batch_at(run, 0, small.mask_count(0))]
+        return saved_for_backward(lambda: run.loss_fn(*batch), run.weights.values())
+
+    assert (kept(8) - kept(4)) / 4 > 4 * small.n_layer * small.seq_len * small.n_embd
+
+
+def test_accumulation_takes_no_memory(small):
     """Between micro-batches there is one gradient a parameter, and it stays where it is."""
-    run = new_run(train)
+    run = bench.new_run()
     places = set()
     for row in range(0, 32, 8):
-        run.loss(*run.micro_batch_at(row, 20)).backward()
+        run.loss_fn(*small.batch_at(run, row, 20)).backward()
         places.add(tuple(p.grad.data_ptr() for p in run.model.parameters()))
     assert len(places) == 1
 
 
-@pytest.mark.parametrize(("name", "expected"), [("adamw", 16), ("muon", 12)])
-def test_bytes_a_parameter(train, monkeypatch, name, expected):
-    """Weight, gradient and two moments of four bytes each; Muon's matrices have but one."""
-    monkeypatch.setattr(train, "optimizer", name)
-    run = new_run(train)
-    run.train_step(0.5)
-    matrices = sum(p.numel() for p in run.model.model.layers.parameters() if p.ndim == 2)
-    share = matrices / sum(p.numel() for p in run.model.parameters())
-    wanted = 16 if name == "adamw" else expected * share + 16 * (1 - share)
-    assert bench.state_bytes(run) == pytest.approx(wanted, rel=0.01)  # AdamW also counts its steps
+def test_a_step_learns_and_moves_on_whatever_the_clock_says(small, monkeypatch):
+    monkeypatch.setattr(small, "budget_hours", 1e-9)
+    run = bench.new_run()
+    before = [weight.detach().clone() for weight in run.weights.values()]
+    bench.train_step(run, n_micro=2)
+    assert (run.state.step, run.state.row) == (1, 2 * small.micro_batch)
+    after = run.weights.values()
+    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=2, max_size=30))
 def test_spread_is_numpys(values):
     low, mid, high = np.percentile(values, [10, 50, 90])
-    words = bench.spread(values, ".6e").replace("(", "").replace(")", "").split()
+    words = bench.median_and_range(values, ".6e").replace("(", "").replace(")", "").split()
     assert [float(words[i]) for i in (0, 1, 3)] == pytest.approx([mid, low, high], rel=1e-5)
 
 
-def test_all_sides_compute_the_same_loss(small_bench):
-    """With our weights, transformers' dense and sparse heads end at our loss: same rows, same masks, same mean."""
-    run = new_run(small_bench)
-    ids, positions, labels = run.micro_batch_at(0, run.k_max)
+def test_all_candidates_compute_the_same_loss(small):
+    """With our weights, transformers' dense and sparse heads end at our loss."""
+    run = bench.new_run()
+    ids, positions, labels = small.batch_at(run, 0, small.most_masks())
     batch = (ids, positions, labels, torch.full_like(ids, -100).scatter(1, positions, labels))
-    ours, *theirs = list(bench.systems(torch.device("cpu"), torch.float32))[:3]
-    assert [ours.name, *(s.name for s in theirs)] == [
-        "nanocram, a ModernBERT",
-        "transformers ModernBERT, dense head",
-        "transformers ModernBERT, sparse head",
-    ]
+    ours, *theirs = list(bench.rivals(CPU, torch.float32))[:3]
+    assert [c.name for c in (ours, *theirs)] == CANDIDATES[:3]
     torch.nn.init.normal_(ours.model.model.layers[-1].mlp.Wo.weight)  # zero until here
-    for side in theirs:
-        missing = side.model.load_state_dict(
-            to_folder_keys(ours.model.state_dict(), ours.model.config), strict=False
-        )
-        assert missing.missing_keys == ["decoder.weight"] and not missing.unexpected_keys
-        assert side.loss(*batch).item() == pytest.approx(ours.loss(*batch).item(), rel=1e-5)
+    weights = to_folder_keys(ours.model.state_dict(), ours.model.config)
+    for candidate in theirs:
+        keys = candidate.model.load_state_dict(weights, strict=False)
+        assert keys.missing_keys == ["decoder.weight"]
+        assert not keys.unexpected_keys
+        expected = ours.loss_fn(*batch).item()
+        assert candidate.loss_fn(*batch).item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_whole_report(small_bench, monkeypatch, capsys, tmp_path, compiled):
-    compile_ = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, **options: compile_(f, backend="eager", **options)
-    )
-    for name, value in {
-        "compare": True,
-        "profile": True,
-        "trace": str(tmp_path / "a" / "trace.json"),
-    }.items():
-        monkeypatch.setattr(bench, name, value)
-    for name, value in {
-        "budget_hours": 1.0,
-        "compile": compiled,
-        "max_steps": 3,
-    }.items():  # more steps than that
-        monkeypatch.setattr(small_bench, name, value)
-    bench.main()
-    printed = capsys.readouterr().out
-    assert "does not" not in printed and "WARNING" not in printed
-    for words in (
-        "machine      cpu",
-        "first step",
-        "time in ms   data",
-        "bytes a parameter",
-        "epochs",
-        "calls a step",
-    ):
-        assert words in printed, words
-    speed, flops, mfu = (
-        float(re.search(pattern, printed)[1].replace(",", ""))
-        for pattern in (r"tokens/s +([\d,]+)", r"([\d.,]+) MFLOP a token", r"MFU +([\d.]+)%")
-    )
-    assert mfu / 100 == pytest.approx(
-        speed * flops * 1e6 / 1e12, rel=0.2, abs=1e-3
-    )  # flops is printed as 0.2
-    parts = dict(re.findall(r"(data|forward|backward|update) ([\d.]+)", printed))
-    forward, backward, update = (
-        float(parts[name]) for name in ("forward", "backward", "update")
-    )  # ms
-    steps = float(re.search(r"1 hours: ([\d,]+) steps", printed)[1].replace(",", ""))
-    assert (
-        0.3 < steps * (1.5 * (forward + backward) + update) / 3600e3 < 3
-    )  # the ramp goes from 1 to 2 micro-batches
-    table = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("|")]
-    assert [row[0].strip() for row in table[2:]] == [
-        "nanocram, a ModernBERT",
-        "transformers ModernBERT, dense head",
-        "transformers ModernBERT, sparse head",
-        "transformers BERT-base",
-        "nanocram config/tiny.py",
-    ]
-    base = float(table[2][3].split()[0].replace(",", ""))
-    for row in table[2:5]:
-        assert float(row[4]) == pytest.approx(
-            base / float(row[3].split()[0].replace(",", "")), rel=0.01
-        )
-    assert table[-1][4].strip() == "of another size"
+@pytest.fixture
+def report(small, monkeypatch, capsys, tmp_path):
+    """A function that runs all of bench.py with these settings of its own; what it printed."""
+
+    def report(**own):
+        monkeypatch.setattr(small, "budget_hours", 1.0)
+        monkeypatch.setattr(small, "max_steps", 3)  # fewer than it takes
+        monkeypatch.setattr(bench, "trace", str(tmp_path / "a" / "trace.json"))
+        for name, value in own.items():
+            monkeypatch.setattr(bench, name, value)
+        bench.main()
+        printed = capsys.readouterr().out
+        assert "does not" not in printed and "WARNING" not in printed
+        return printed
+
+    return report
+
+
+def number(pattern, text):
+    return float(re.search(pattern, text)[1].replace(",", ""))
+
+
+def check_table(lines):
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [row[0] for row in rows] == CANDIDATES
+    speeds = [float(row[3].split()[0].replace(",", "")) for row in rows]
+    for row, speed in zip(rows[:3], speeds, strict=False):
+        assert float(row[4]) == pytest.approx(speeds[0] / speed, rel=0.01, abs=0.006)
+    assert rows[-1][4] == "of another size"
+    assert all(row[2] in ("eager", "compiled") for row in rows)
+
+
+def test_the_whole_report(report, tmp_path):
+    text = report(compare=True, profile=True)
+    labels = ("machine      cpu: ", "first step   ", "time in ms   data", "memory       ")
+    for words in (*labels, "GB at the peak", "epochs", "# of Calls"):
+        assert words in text
     assert json.loads((tmp_path / "a" / "trace.json").read_text())["traceEvents"]
 
+    # MFU follows from the speed. FLOPs are printed as 0.2 MFLOP.
+    flops = number(r"tokens/s +([\d,]+)", text) * number(r"([\d.,]+) MFLOP a token", text) * 1e6
+    mfu = number(r"MFU +([\d.]+)%", text) / 100
+    assert mfu == pytest.approx(flops / 1e12, rel=0.2, abs=1e-3)
 
-def test_what_does_not_run_is_left_out_and_what_does_not_compile_runs_eager(
-    small_bench, monkeypatch, capsys
-):
-    monkeypatch.setattr(small_bench, "compile", True)
+    # The budget holds what its parts say; the ramp goes from 1 to 2 micro-batches.
+    ms = {part: number(rf"{part} ([\d.]+)", text) for part in ("forward", "backward", "update")}
+    steps = number(r"1 hours: ([\d,]+) steps", text)
+    step_ms = 1.5 * (ms["forward"] + ms["backward"]) + ms["update"]
+    assert 0.3 < steps * step_ms / 3600e3 < 3
+    check_table([line for line in text.splitlines() if line.startswith("| ")][2:])
 
+
+@pytest.fixture
+def quick_compile(monkeypatch, small):
+    """torch.compile without inductor."""
+    compile_ = torch.compile
+
+    def quick(f, **options):
+        return compile_(f, backend="eager", **options)
+
+    monkeypatch.setattr(torch, "compile", quick)
+    monkeypatch.setattr(small, "compile", True)
+
+
+def test_the_report_of_a_compiled_model(report, quick_compile):
+    assert number(r"first step .* s, ([\d.]+) s of it compilation", report()) > 0
+
+
+@pytest.mark.slow
+def test_the_comparison_of_compiled_models(report, quick_compile):
+    lines = [line for line in report(compare=True).splitlines() if line.startswith("| ")]
+    check_table(lines[2:])
+
+
+@pytest.fixture
+def candidate():
+    model = torch.nn.Linear(3, 1)
+    return bench.Rival("mine", model, lambda x: model(x).sum())
+
+
+BATCH = [torch.ones(2, 3)]
+
+
+def test_what_does_not_compile_runs_eager(candidate, small, monkeypatch, capsys):
     def broken(f, **options):
         raise RuntimeError("no compiler\nlong trace")
 
+    monkeypatch.setattr(small, "compile", True)
+    monkeypatch.setattr(torch, "compile", broken)
+    assert bench.warm_up(candidate, BATCH, CPU)
+    assert candidate.mode == "eager"
+    assert capsys.readouterr().out == "\nmine, compiled, does not run: no compiler\n"
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_the_faster_mode_is_taken(candidate, small, monkeypatch, mode):
+    fast = candidate.loss_fn
+
+    def slow(x):
+        bench.time.sleep(0.02)
+        return fast(x)
+
+    candidate.loss_fn, compiled = (fast, slow) if mode == "eager" else (slow, fast)
+    monkeypatch.setattr(small, "compile", True)
+    monkeypatch.setattr(torch, "compile", lambda f: compiled)
+    assert bench.warm_up(candidate, BATCH, CPU)
+    assert (candidate.mode, candidate.loss_fn) == (mode, fast)
+
+
+def test_what_does_not_run_is_left_out(candidate, small, capsys):
     def full(*batch):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(torch, "compile", broken)
-    model = torch.nn.Linear(3, 1)
-    good = bench.System("good", model, lambda x: model(x).sum())
-    assert (
-        bench.warmed_up(good, [torch.ones(2, 3)], torch.device("cpu")) is good
-        and good.mode == "eager"
-    )
-    assert (
-        bench.warmed_up(bench.System("large", model, full), [torch.ones(2, 3)], torch.device("cpu"))
-        is None
-    )
-    lines = capsys.readouterr().out.split("\n")
-    assert lines[1] == "good, compiled, does not run: no compiler"
-    assert lines[3] == "large, eager, does not run: out of memory"
+    candidate.loss_fn = full
+    assert not bench.warm_up(candidate, BATCH, CPU)
+    assert capsys.readouterr().out == "\nmine, eager, does not run: out of memory\n"
 
 
-def test_without_transformers_its_rows_are_left_out(small_bench, monkeypatch, capsys):
+def test_without_transformers_its_rows_are_left_out(small, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    names = [side.name for side in bench.systems(torch.device("cpu"), torch.float32)]
-    assert names == ["nanocram, a ModernBERT", "nanocram config/tiny.py"]
+    names = [candidate.name for candidate in bench.rivals(CPU, torch.float32)]
+    assert names == CANDIDATES[:1]
     assert "transformers is not installed: its rows are left out" in capsys.readouterr().out
 
 
 def test_as_a_command_without_data(tmp_path):
-    """Recipes, flags of train.py and its own all reach it; nothing is left in the folder it runs in."""
-    flags = SMALL_MODEL | {
-        "data_dir": "nowhere",
-        "bench_steps": 3,
-        "batch_size": 1024,
-        "dtype": "auto",
-    }
-    done = script("bench.py", cwd=tmp_path, **flags)
+    """Flags of train.py and its own all reach it; it leaves nothing in the folder it runs in."""
+    flags = SMALL_MODEL | {"data_dir": "nowhere", "bench_steps": 3}
+    done = script("bench.py", cwd=tmp_path, **(flags | {"dtype": "auto"}))
     assert done.returncode == 0, done.stdout
-    assert (
-        "nowhere is not prepared: rows of random tokens" in done.stdout
-        and "epochs" not in done.stdout
-    )
+    assert "nowhere is not prepared: rows of random tokens" in done.stdout
+    assert "epochs" not in done.stdout
     sizes = {k: SMALL_MODEL[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd", "n_inner")}
-    assert (
-        f"{sum(p.numel() for p in MaskedLM(ModelConfig(**sizes)).parameters()):,} parameters"
-        in done.stdout
-    )
+    parameters = sum(p.numel() for p in MaskedLM(ModelConfig(**sizes)).parameters())
+    assert f"{parameters:,} parameters" in done.stdout
     assert not list(tmp_path.iterdir())
-    done = script("bench.py", cwd=tmp_path, profile=True, trace="..", **flags)
-    assert (
-        done.returncode == 1
-        and done.stdout.strip().splitlines()[-1] == "..: Is a directory; nothing was kept"
-    )
+
+
+def test_a_trace_that_cannot_be_written_is_said_first(small, monkeypatch):
+    monkeypatch.setattr(bench, "profile", True)
+    monkeypatch.setattr(bench, "trace", "..")
+    monkeypatch.setattr(small, "Run", None)
+    with pytest.raises(IsADirectoryError):  # safety.run() makes one line of it
+        bench.main()
+
+
+def test_a_typo_is_one_line(tmp_path):
     done = script("bench.py", cwd=tmp_path, n_layers=3)
-    assert (
-        done.returncode == 1
-        and done.stdout.strip()
-        == "command line: bench.py has no setting n_layers; did you mean n_layer?"
-    )
+    assert done.returncode == 1
+    words = "command line: bench.py has no setting n_layers; did you mean n_layer?"
+    assert done.stdout.strip() == words
 
 
-def test_no_power_meter_without_a_card():
-    with machine.power_meter(torch.device("cpu")) as watts:
-        pass
-    assert watts == [] and machine.peak_bytes(torch.device("cpu")) > 50e6
+def test_an_offloaded_model_with_muon_is_refused(small, monkeypatch):
+    monkeypatch.setattr(small, "offload", True)
+    with pytest.raises(SystemExit, match="optimizer=adamw"):
+        bench.new_run()
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"), [("312.40\n", 312.4), ("[N/A]\n", None), (OSError(), None)]
-)
-def test_the_power_meter_reads_the_driver(monkeypatch, answer, expected):
-    """nvidia-smi is played here; that it ends with the block even if that fails is real."""
-
-    def play(command, **options):
-        assert command[:2] == ["nvidia-smi", "--id=GPU-abc"]
-        if isinstance(answer, OSError):
-            raise answer
-        return SimpleNamespace(stdout=answer)
-
-    monkeypatch.setattr(subprocess, "run", play)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="abc"))
-    with (
-        pytest.raises(ZeroDivisionError),
-        machine.power_meter(SimpleNamespace(type="cuda")) as watts,
-    ):
-        time.sleep(1.2)
-        raise ZeroDivisionError
-    count = len(watts)
-    time.sleep(0.6)
-    assert len(watts) == count and set(watts) == ({expected} if expected else set())
+def test_this_process_has_used_memory():
+    assert machine.peak_bytes(CPU) > 50e6
 
 
 @pytest.mark.parametrize(
@@ -349,14 +356,14 @@ def test_the_power_meter_reads_the_driver(monkeypatch, answer, expected):
     ],
 )
 def test_the_datasheets_card_is_that_very_card(name, tera):
-    """Names as torch.cuda.get_device_name() gives them; a variant that we do not know is no card that we know."""
+    """Names as torch.cuda.get_device_name() gives them; an unknown variant is another card."""
     assert machine.datasheet_rate(name) == tera * 1e12
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 @pytest.mark.slow
 def test_freed_memory_is_used_again():
-    """In a process of its own: 20 tensors of 64 MB, one after the other, after 20 for the heap to find its shape."""
+    """In a process of its own: 20 tensors of 64 MB, after 20 for the heap to find its shape."""
     program = """
 import resource, sys, torch
 from nanocram import machine
@@ -364,14 +371,12 @@ if sys.argv[1] == "keep": machine.keep_freed_memory()
 for _ in range(20): torch.ones(2**24)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20): torch.ones(2**24)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 2**26)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults * resource.getpagesize() / 2**26)
 """
+    folder = bench.Path(bench.__file__).parent
     faults = {}
     for how in ("keep", "plain"):
         command = [sys.executable, "-c", program, how]
-        faults[how] = float(
-            subprocess.run(
-                command, cwd=bench.Path(bench.__file__).parent, capture_output=True
-            ).stdout
-        )
+        faults[how] = float(subprocess.run(command, cwd=folder, capture_output=True).stdout)
     assert faults["keep"] < 2 and faults["plain"] > 15

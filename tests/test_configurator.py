@@ -1,6 +1,7 @@
+import ast
 import contextlib
 import io
-import re
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ from conftest import ROOT, last_line, script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocram.configurator import assignments, configure, settings
+from nanocram.configurator import SCRIPTS, assignments, configure, require, settings
 
 EXAMPLE = '''"""What it does.
 
@@ -36,9 +37,9 @@ DEFAULTS = {"count": 3, "rate": 0.5, "name": "x", "flag": True}
 
 
 def message(namespace, *argv):
-    with pytest.raises(SystemExit) as e:
+    with pytest.raises(SystemExit) as end:
         configure(namespace, list(argv))
-    text = str(e.value)
+    text = str(end.value)
     assert "\n" not in text and "Traceback" not in text
     return text
 
@@ -54,32 +55,48 @@ def test_flags_in_both_forms_and_what_was_changed_is_printed(example, capsys):
     assert "count = 7  (default 3)" in capsys.readouterr().out
 
 
-def test_the_settings_of_another_script_too(example, tmp_path, capsys):
-    """also= returns them, defaults as well; a setting that both have is the script's own; --help shows both."""
-    (tmp_path / "prepare.py").write_text(
-        '"""Other."""\nsource = "a"  # where from\nrate = 0.25\nparts = 2\n'
-    )
-    others = configure(example, ["--source=b", "--count=4"], also="prepare.py")
-    assert others == {"source": "b", "parts": 2} and "source" not in example
-    assert (example["count"], example["rate"]) == (4, 0.5) and configure(example, []) == {}
+@pytest.fixture
+def beside(example, tmp_path):
+    """The same, with settings in the other script; one of them has a name that both know."""
+    text = '"""Other."""\nsource = "a"  # where from\nrate = 0.25\nparts = 2\n'
+    (tmp_path / "prepare.py").write_text(text)
+    return example
+
+
+def test_the_settings_of_another_script_are_returned(beside, capsys):
+    """Defaults as well; a setting that both have is the script's own."""
+    others = configure(beside, ["--source=b", "--count=4"], also="prepare.py")
+    assert others == {"source": "b", "parts": 2}
+    assert "source" not in beside
+    assert (beside["count"], beside["rate"]) == (4, 0.5)
+    assert configure(beside, []) == {}
     printed = capsys.readouterr().out
-    assert (
-        "source = 'b'  (default 'a')" in printed
-        and "count = 4" in printed
-        and "parts" not in printed
-    )
+    assert "source = 'b'  (default 'a')" in printed
+    assert "count = 4" in printed
+    assert "parts" not in printed
+
+
+def test_a_typo_in_a_setting_of_another_script(beside):
     with pytest.raises(SystemExit, match=r"train.py has no setting sourc; did you mean source\?"):
-        configure(example, ["--sourc=c"], also="prepare.py")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as e:
-        configure(example, ["--help"], also="prepare.py")
+        configure(beside, ["--sourc=c"], also="prepare.py")
+
+
+def test_help_shows_the_settings_of_both_scripts(beside, capsys):
+    with pytest.raises(SystemExit) as end:
+        configure(beside, ["--help"], also="prepare.py")
     printed = capsys.readouterr().out
-    assert (
-        e.value.code == 0
-        and "# an int" in printed
-        and "# where from" in printed
-        and "LIMIT" not in printed
+    assert end.value.code == 0
+    assert "# an int" in printed and "# where from" in printed
+    assert "LIMIT" not in printed
+
+
+def test_help_shows_the_whole_of_a_value_on_several_lines(example, tmp_path, capsys):
+    (tmp_path / "train.py").write_text(
+        '"""Doc."""\ncount = 3\nname = (\n    "a"\n    "b"\n)\nX = 1\n'
     )
+    with pytest.raises(SystemExit):
+        configure(example, ["--help"])
+    assert capsys.readouterr().out.endswith('name = (\n    "a"\n    "b"\n)\n')
 
 
 def test_recipe_then_flag_last_wins_and_keys_of_another_script_pass(example, tmp_path):
@@ -167,19 +184,40 @@ def test_any_text_gives_the_right_type_or_one_line(tmp_path_factory, key, text, 
     assert {k: type(namespace[k]) for k in DEFAULTS} == {k: type(v) for k, v in DEFAULTS.items()}
 
 
-@pytest.mark.parametrize("name", ["prepare.py", "train.py", "finetune_glue.py"])
+PROBE = """
+import runpy, sys
+sys.argv = [sys.argv[1], "--help"]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit:
+    print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_help_is_the_config_block_and_needs_no_torch(name):
-    done = script(name, "--help")
-    assert done.returncode == 0
-    unfolded = re.sub(r"\n +(# )?", " ", done.stdout)
-    for setting, (default, _) in settings(ROOT / name).items():
-        quoted = f'"{default}"' if isinstance(default, str) else str(default)
-        line = next(line for line in unfolded.splitlines() if line.startswith(f"{setting} = "))
-        assert quoted in line or float(line.split("=")[1].split("#")[0]) == default
-    probe = f"import sys, runpy; sys.argv = ['{name}', '--help']\n"
-    probe += f"try: runpy.run_path('{name}', run_name='__main__')\nexcept SystemExit: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip().endswith("False"), done.stderr
+    command = [sys.executable, "-c", PROBE, name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    *lines, has_torch = done.stdout.splitlines()
+    assert has_torch == "False", done.stderr
+    assert max(map(len, lines)) <= 100
+    defaults = {name: default for name, (default, _) in settings(ROOT / name).items()}
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"{next(iter(defaults))} ="))
+    shown = {}
+    for node in ast.parse("\n".join(lines[first:])).body:
+        shown.setdefault(node.targets[0].id, ast.literal_eval(node.value))
+    assert shown | defaults == shown
+
+
+@pytest.mark.parametrize("name", ["train.py", "race.py"])
+def test_help_into_a_pipe_that_nobody_reads(name):
+    """As `python train.py --help | head -1` has it, only sooner."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, name, "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("recipe", sorted(p.name for p in (ROOT / "config").glob("*.py")))
@@ -205,3 +243,18 @@ def test_only_what_differs_in_the_end_is_printed(example, tmp_path, capsys):
 def test_a_typo_on_a_real_script():
     done = script("train.py", "--n_laye=3")
     assert done.returncode == 1 and "did you mean n_layer?" in last_line(done)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"count": 9}, "count=9 cannot work: it must be between 1 and 8"),
+        ({"count": 0}, "count=0 cannot work"),
+        ({"name": "z"}, "name=z cannot work: it must be x or y"),
+    ],
+)
+def test_values_that_cannot_work(values, words):
+    limits = {"count": (1, 8), "name": ("x", "y")}
+    require(DEFAULTS, limits)
+    with pytest.raises(SystemExit, match=words):
+        require(DEFAULTS | values, limits)

@@ -1,11 +1,9 @@
-"""Text to token ids and back: one normalisation, one byte-level BPE, kept in one tokenizer.json with two readers.
+"""Text to token ids and back: one normalisation, one byte-level BPE, one file with two readers.
 
-    python -c "from nanocram.tokenizer import Tokenizer; print(Tokenizer('data/tiny/tokenizer.json').encode('Hello, world!'))"
-    python -c "from transformers import AutoTokenizer as A; print(A.from_pretrained('data/tiny')('Hello, world!'))"
-
-The tokenizers library trains the vocabulary and defines the file, so transformers loads it with no code of ours;
-tiktoken, several times faster, is what prepare.py, train.py and finetune_glue.py use. The ids are equal on any
-text but one that spells a special token: there transformers makes that token, as its users expect of "[MASK]".
+The tokenizers library trains the vocabulary and defines tokenizer.json: transformers loads it with
+no code of ours. tiktoken reads the same file and is several times faster, so the scripts use that.
+The ids are equal on any text but one that spells a special token: there transformers makes that
+token, as its users expect of "[MASK]".
 """
 
 import functools
@@ -18,83 +16,81 @@ from pathlib import Path
 import numpy as np
 
 PAD, CLS, SEP, MASK = range(4)
-SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+MODES = ("ascii", "plain")  # see normalise()
+SPECIAL = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[MASK]": MASK}
 
-# Each rule is applied twice, by Python here and by the tokenizers library from tokenizer.json. Both must agree on every
-# string, so the rules name their characters one by one: \s and \w mean different things to different regex engines.
-
-SPACE = "[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"  # what str.split() splits at
-BEFORE_PUNCTUATION = r" (?=[!-/:-@\[-`{-~])"
-FOLD = (  # typographic characters to the ASCII ones they stand for; all others without one are dropped, as in the paper
-    ("[\u2018-\u201b\u2032\u02bc]", "'"),
-    ("[\u201c-\u201f\u2033\xab\xbb]", '"'),
-    ("[\u2010-\u2013\u2212]", "-"),
-    ("[\u2014\u2015]", "--"),
-    ("\u2026", "..."),
-    (SPACE, " "),
-)
-# Words, groups of at most two digits, punctuation; each run is bounded, since tiktoken fails on a run of 10^6 spaces.
+# Words, groups of at most two digits, punctuation. Each run is bounded, since tiktoken fails on a
+# run of 10^6 spaces.
 PATTERN = r" ?[\p{L}\p{M}]{1,24}| ?\p{N}{1,2}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8}"
 
+# Each rule below is applied twice, by Python here and by the tokenizers library from its file. Both
+# must agree on every string, so the rules name their characters one by one: \s and \w mean
+# different things to different regex engines. SPACE is what str.split() splits at.
+SPACE = "[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
+BEFORE_PUNCTUATION = r" (?=[!-/:-@\[-`{-~])"
+NOT_ASCII = "[^\x00-\x7f]{1,16}"  # bounded, so that the cache of to_ascii() is
+# Typographic characters become the ASCII ones they stand for; all others go, as in the paper.
+FOLD = {
+    "[\u2018-\u201b\u2032\u02bc]": "'",
+    "[\u201c-\u201f\u2033\xab\xbb]": '"',
+    "[\u2010-\u2013\u2212]": "-",
+    "[\u2014\u2015]": "--",
+    "\u2026": "...",
+    SPACE: " ",
+}
 
-NOT_ASCII = re.compile("[^\x00-\x7f]{1,16}")  # bounded, so that the cache below is
+# The alphabet of byte-level vocabularies (GPT-2's) has a character for each byte: printable ones
+# stand for themselves, the others follow from 256 on.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
 @functools.lru_cache(1 << 16)
 def to_ascii(run):
-    """What a run of characters outside ASCII becomes. To look at such runs alone made normalise() twice as fast."""
-    for pattern, replacement in FOLD:
+    """What a run of characters outside ASCII becomes."""
+    for pattern, replacement in FOLD.items():
         run = re.sub(pattern, replacement, run)
     return unicodedata.normalize("NFD", run).encode("ascii", "ignore").decode("ascii")
 
 
 def normalise(text, mode):
-    """Text as the vocabulary sees it: one space before every word, the first too, and none before punctuation.
+    """Text as the vocabulary sees it: one space before every word, the first too.
 
-    "do n't stop ." and "Do n't stop." become the same tokens, as they do in BERT's WordPiece, which GLUE needs: its
-    tasks space their punctuation differently. Mode "ascii" is the paper's (section 4.4): quotes unified, NFD, lower
-    case, accents and everything outside ASCII removed. Mode "plain" keeps case, accents and every script.
-    """
+    Mode "ascii" is the paper's (section 4.4): quotes unified, NFD, lower case, accents and all
+    else outside ASCII removed. Mode "plain" keeps case, accents and every script."""
     if mode == "ascii":
+        # To look only at the runs outside ASCII made this function twice as fast.
         if not text.isascii():
-            text = NOT_ASCII.sub(lambda match: to_ascii(match[0]), text)
+            text = re.sub(NOT_ASCII, lambda match: to_ascii(match[0]), text)
         text = text.lower().replace("``", '"').replace("''", '"')
-    text = " ".join(text.split())
-    return re.sub(BEFORE_PUNCTUATION, "", " " + text) if text else ""
+    text = " ".join(["", *text.split()])
+    # "do n't stop ." and "Do n't stop." become the same tokens, as they do in BERT's WordPiece.
+    # GLUE needs it: its tasks space their punctuation differently.
+    return re.sub(BEFORE_PUNCTUATION, "", text)
 
 
 def normaliser_steps(mode):
-    """The same normalisation as the "normalizer" of a tokenizer.json."""
+    """normalise() as the "normalizer" of a tokenizer.json."""
 
     def replace(pattern, content, kind="Regex"):
         return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
 
-    to_ascii = [
-        *(replace(*rule) for rule in FOLD),
-        {"type": "NFD"},
-        replace(NOT_ASCII.pattern, ""),
-        {"type": "Lowercase"},
-        replace("``", '"', "String"),
-        replace("''", '"', "String"),
-    ]
-    spaces = [
-        replace(SPACE, " "),
-        {"type": "Strip", "strip_left": True, "strip_right": True},
-        {"type": "Prepend", "prepend": " "},
-        replace(BEFORE_PUNCTUATION, ""),
-    ]
-    return {"type": "Sequence", "normalizers": (to_ascii if mode == "ascii" else []) + spaces}
-
-
-def byte_of_char():
-    """{character: byte} of the printable alphabet in which byte-level vocabularies are written (GPT-2's)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    steps = []
+    if mode == "ascii":
+        steps += [replace(pattern, content) for pattern, content in FOLD.items()]
+        steps += [{"type": "NFD"}, replace(NOT_ASCII, ""), {"type": "Lowercase"}]
+        steps += [replace("``", '"', "String"), replace("''", '"', "String")]
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    prepend = {"type": "Prepend", "prepend": " "}
+    steps += [replace(SPACE, " "), strip, prepend, replace(BEFORE_PUNCTUATION, "")]
+    return {"type": "Sequence", "normalizers": steps}
 
 
 def train_tokenizer(texts, size, mode, folder):
-    """Train a byte-level BPE on an iterable of texts; write tokenizer.json and tokenizer_config.json into folder."""
+    """Train byte-level BPE of size entries; write tokenizer.json and tokenizer_config.json.
+
+    Exits with one line if the texts do not yield so many entries."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -102,49 +98,43 @@ def train_tokenizer(texts, size, mode, folder):
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator((normalise(t, mode) for t in texts), trainer)
+    single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
+    special = [("[CLS]", CLS), ("[SEP]", SEP)]
+    tokenizer.post_processor = processors.TemplateProcessing(single, pair, special)
+    options = {"initial_alphabet": byte_level.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), **options)
+    tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
     got = tokenizer.get_vocab_size()
     if got < size:
-        less = (
-            f"type --vocab_size={got}, or " if got > 260 else ""
-        )  # 260: bytes and special tokens, no text at all
-        sys.exit(f"the text yields a vocabulary of only {got} entries: {less}give more text")
-    pair = "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
-    ends = [("[CLS]", CLS), ("[SEP]", SEP)]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", pair, special_tokens=ends
-    )
+        sys.exit(f"the text yields only {got} entries: type --vocab_size={got}, or give more text")
 
     spec = json.loads(tokenizer.to_str())
     spec["normalizer"] = normaliser_steps(mode)
-    # tiktoken merges any two neighbours whose union is in the vocabulary, lowest id first, and takes a piece that is an
-    # entry as it is. In the terms of tokenizer.json: every split of every entry is a merge, in the order of the ids.
+    # tiktoken merges any two neighbours whose union is in the vocabulary, lowest id first, and
+    # takes a piece that is an entry as it is. In the terms of tokenizer.json: every split of every
+    # entry is a merge, in the order of the ids.
     vocab = spec["model"]["vocab"]
-    splits = (
-        (token[:i], token[i:])
-        for token in sorted(set(vocab) - set(SPECIAL), key=vocab.get)
-        for i in range(1, len(token))
-    )
-    spec["model"] |= {
-        "merges": [list(s) for s in splits if s[0] in vocab and s[1] in vocab],
-        "ignore_merges": True,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(spec, ensure_ascii=False), encoding="utf-8")
-    roles = {f"{s[1:-1].lower()}_token": s for s in SPECIAL}
+    merges = []
+    for entry in sorted(vocab.keys() - SPECIAL.keys(), key=vocab.get):
+        for i in range(1, len(entry)):
+            if entry[:i] in vocab and entry[i:] in vocab:
+                merges.append([entry[:i], entry[i:]])
+    spec["model"] |= {"merges": merges, "ignore_merges": True}
+    text = json.dumps(spec, ensure_ascii=False)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": False,
     }
-    config |= {"clean_up_tokenization_spaces": False, "split_special_tokens": False, **roles}
+    config |= {token.strip("[]").lower() + "_token": token for token in SPECIAL}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
 class Tokenizer:
-    """tiktoken reading a tokenizer.json of ours; safe in threads. "[MASK]" in a text is text like any other."""
+    """tiktoken reading a tokenizer.json of ours; safe in threads. "[MASK]" is text as any other."""
 
     def __init__(self, path):
         """Raises ValueError if path is no tokenizer.json written by this file."""
@@ -152,21 +142,17 @@ class Tokenizer:
 
         try:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
-            modes = [m for m in ("ascii", "plain") if normaliser_steps(m) == spec["normalizer"]]
-            self.mode = modes[0]
-            to_byte = byte_of_char()
-            vocab = {k: v for k, v in spec["model"]["vocab"].items() if k not in SPECIAL}
-            ranks = {bytes(to_byte[c] for c in token): rank for token, rank in vocab.items()}
+            known = [mode for mode in MODES if normaliser_steps(mode) == spec["normalizer"]]
+            self.mode = known[0]
+            vocab = spec["model"]["vocab"]
+            words = vocab.keys() - SPECIAL.keys()
+            ranks = {bytes(BYTE_OF[char] for char in word): vocab[word] for word in words}
             self.encoding = tiktoken.Encoding(
-                "nanocram",
-                pat_str=PATTERN,
-                mergeable_ranks=ranks,
-                special_tokens={s: i for i, s in enumerate(SPECIAL)},
+                "nanocram", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=SPECIAL
             )
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
-            raise ValueError(
-                f"{path} is not a tokenizer.json of prepare.py ({e!r:.80}): prepare the data again"
-            ) from e
+            what = f"not a tokenizer.json of prepare.py ({e!r:.80})"
+            raise ValueError(f"{path} is {what}: prepare the data again") from e
         self.vocab_size = self.encoding.n_vocab
 
     def encode(self, text):
@@ -179,13 +165,10 @@ class Tokenizer:
 
 
 def truncated(lengths, limit):
-    """How much of one or two texts of these lengths fits into limit tokens: the longer gives first."""
-    short = min(*lengths, limit // 2) if len(lengths) == 2 else 0
-    long = min(max(lengths), limit - short)
-    return (
-        [long]
-        if len(lengths) == 1
-        else [short, long]
-        if lengths[0] <= lengths[1]
-        else [long, short]
-    )
+    """How much of one or two texts of these lengths fits into limit tokens: the longer gives."""
+    if len(lengths) == 1:
+        return [min(lengths[0], limit)]
+    first, second = lengths
+    short = min(first, second, limit // 2)
+    long = min(max(first, second), limit - short)
+    return [short, long] if first <= second else [long, short]

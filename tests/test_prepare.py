@@ -7,19 +7,40 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from conftest import ROOT, SMALL_DATA, last_line, script
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import prepare as module
-from nanocram.tokenizer import CLS, SEP
-from prepare import SeenHashes, join_lines, pack, text_hash
+from nanocram.tokenizer import CLS, SEP, Tokenizer
+from prepare import join_lines, pack, text_hash
+
+FILES = ("tokenizer.json", "train.bin", "val.bin")
+
+
+@pytest.fixture
+def prepare(monkeypatch):
+    """A function that runs prepare.py's main() in this process; it returns meta.json."""
+
+    def run(folder, source, **other):
+        values = SMALL_DATA | {"data_dir": str(folder), "source": str(source)} | other
+        with monkeypatch.context() as patch:
+            for name, value in values.items():
+                assert type(getattr(module, name)) is type(value), name
+                patch.setattr(module, name, value)
+            module.main()
+        return json.loads((folder / "meta.json").read_text())
+
+    return run
 
 
 def rows_of(folder, name="train.bin", T=128):
@@ -30,10 +51,9 @@ def as_set(rows):
     return sorted(map(bytes, rows))
 
 
-def prepare(folder, source, **other):
-    done = script("prepare.py", source=source, data_dir=folder, **(SMALL_DATA | other))
-    assert done.returncode == 0, done.stdout
-    return json.loads((folder / "meta.json").read_text()), done.stdout
+def same(first, second, names=FILES):
+    """Whether two folders have equal files."""
+    return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
 
 
 @given(
@@ -43,35 +63,26 @@ def prepare(folder, source, **other):
 )
 def test_packing_keeps_every_token_once_and_in_order(documents, T, pieces):
     stream = np.array([t for d in documents for t in [*d, SEP]], dtype=np.uint16)
-    rest, rows = np.zeros(0, np.uint16), []
+    rest = np.zeros(0, np.uint16)
+    rows = []
     for piece in np.array_split(stream, pieces):  # whatever the batches
-        new, rest = pack(np.concatenate((rest, piece)), T)
+        new, rest = pack([rest, piece], T)
         rows.append(new)
     rows = np.concatenate(rows)
-    assert (rows[:, 0] == CLS).all() and len(rest) < T - 1
+    assert (rows[:, 0] == CLS).all()
+    assert len(rest) < T - 1
     assert [*rows[:, 1:].flatten(), *rest] == [*stream]
 
 
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 40), max_size=12), max_size=12))
-def test_seen_hashes_is_a_set(batches):
-    ours, reference = SeenHashes(), set()
-    for batch in batches:
-        new = ours.add(np.array(batch, dtype=np.uint64))
-        for value, is_new in zip(batch, new, strict=True):
-            assert is_new == (value not in reference)
-            reference.add(value)
-    assert sum(map(len, ours.arrays)) == len(reference)
-    assert len(ours.arrays) <= 8
-
-
 def documents_and_reference(corpus, folder, share=0.2):
-    """(train ids, held-out ids) per document, by transformers' tokenizer and a direct reading of the rules."""
+    """(train, held out), each [(text, ids)], by transformers and a direct reading of the rules."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    train, val = [], []
+    train = []
+    val = []
     for text in map(str.strip, corpus.read_text().split("\n\n")):
         ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        (val if text_hash(text) < share * 2**64 else train).append((text, ids))
+        held_out = text_hash(text) < share * 2**64
+        (val if held_out else train).append((text, ids))
     return train, val
 
 
@@ -80,148 +91,237 @@ def chunks(documents, T=128):
     return [[CLS, *stream[i : i + T - 1]] for i in range(0, len(stream) - T + 2, T - 1)]
 
 
+def median_ratio(documents):
+    """The middle one of tokens / characters: a filter that drops half of the documents."""
+    ratios = sorted(len(ids) / len(text) for text, ids in documents)
+    return ratios[len(ratios) // 2]
+
+
 def test_rows_equal_a_second_implementation(data_dir, corpus):
     train, val = documents_and_reference(corpus, data_dir)
+    rows = rows_of(data_dir)
+    val_rows = rows_of(data_dir, "val.bin")
+    assert as_set(rows) == as_set(np.array(chunks(train), np.uint16))
+    assert as_set(val_rows) == as_set(np.array(chunks(val), np.uint16))
+    assert rows.tolist() != chunks(train)  # shuffled
+
     meta = json.loads((data_dir / "meta.json").read_text())
-    assert as_set(rows_of(data_dir)) == as_set(np.array(chunks(train), np.uint16))
-    assert as_set(rows_of(data_dir, "val.bin")) == as_set(np.array(chunks(val), np.uint16))
-    assert rows_of(data_dir).tolist() != chunks(train)  # shuffled
     counts = meta["counts"]
-    assert counts["kept"] == len(train) and counts["held_out"] == len(val)
+    assert counts["kept"] == len(train)
+    assert counts["held_out"] == len(val)
     assert counts["tokens"] == sum(len(ids) + 1 for _, ids in train)
-    assert counts["rows"] == len(rows_of(data_dir)) and counts["val_rows"] == len(
-        rows_of(data_dir, "val.bin")
-    )
-    assert meta["vocab_size"] == 600 and meta["seq_len"] == 128
+    assert counts["rows"] == len(rows)
+    assert counts["val_rows"] == len(val_rows)
+    assert meta["vocab_size"] == 600
+    assert meta["seq_len"] == 128
 
 
-def test_threads_change_nothing(tmp_path, corpus):
-    prepare(tmp_path / "one", corpus, threads=1)
-    prepare(tmp_path / "many", corpus, threads=5)
-    for name in ("tokenizer.json", "train.bin", "val.bin"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
+def test_threads_change_nothing(tmp_path, corpus, prepare, data_dir):
+    for threads in (1, 5):
+        prepare(tmp_path / f"{threads}", corpus, threads=threads)
+        assert same(tmp_path / f"{threads}", data_dir)
 
 
-def test_curriculum_and_filter_leave_the_held_out_rows_alone(tmp_path, corpus, data_dir):
-    meta, _ = prepare(tmp_path / "sorted", corpus, order="curriculum")
+@pytest.mark.parametrize("order", ["shuffle", "curriculum"])
+def test_how_much_is_taken_at_a_time_changes_nothing(tmp_path, corpus, prepare, monkeypatch, order):
+    prepare(tmp_path / "whole", corpus, order=order)
+    monkeypatch.setattr(module, "WAITING", 3)
+    monkeypatch.setattr(module, "CHUNK", 3000)
+    prepare(tmp_path / "pieces", corpus, order=order)
+    assert same(tmp_path / "whole", tmp_path / "pieces")
+
+
+def test_the_curriculum_begins_with_most_sentence_ends(tmp_path, corpus, data_dir, prepare):
+    prepare(tmp_path / "sorted", corpus, order="curriculum")
     rows = rows_of(tmp_path / "sorted")
     assert as_set(rows) == as_set(rows_of(data_dir))
+    assert same(tmp_path / "sorted", data_dir, ["val.bin"])
     tokenizer = AutoTokenizer.from_pretrained(data_dir)
-    ends = [
-        sum(any(c in word for c in ".!?") for word in tokenizer.convert_ids_to_tokens(row))
-        for row in rows
-    ]
-    assert ends == sorted(ends, reverse=True) and ends[0] > ends[-1]
+    ends = []
+    for row in rows:
+        words = tokenizer.convert_ids_to_tokens(row)
+        ends.append(sum(any(c in word for c in ".!?") for word in words))
+    assert ends == sorted(ends, reverse=True)
+    assert ends[0] > ends[-1]
 
+
+def test_the_filter_leaves_the_held_out_rows_alone(tmp_path, corpus, data_dir, prepare, capsys):
     train, _ = documents_and_reference(corpus, data_dir)
-    ratios = sorted(len(ids) / len(text) for text, ids in train)
-    limit = ratios[len(ratios) // 2]
-    meta, printed = prepare(tmp_path / "filtered", corpus, filter_ratio=limit)
+    meta = prepare(tmp_path / "filtered", corpus, filter_ratio=median_ratio(train))
     assert 0 < meta["counts"]["filtered"] < len(train)
-    assert "WARNING: less than 80 % were kept" in printed
-    for name in ("sorted", "filtered"):
-        assert (tmp_path / name / "val.bin").read_bytes() == (data_dir / "val.bin").read_bytes()
+    assert "WARNING: less than 80 % were kept" in capsys.readouterr().out
+    assert same(tmp_path / "filtered", data_dir, ["val.bin"])
 
 
-def test_copies(tmp_path, corpus, data_dir):
+def test_copies(tmp_path, corpus, data_dir, prepare):
     twice = tmp_path / "twice.txt"
     twice.write_text(corpus.read_text() + "\n\n\n" + corpus.read_text())
     train, val = documents_and_reference(corpus, data_dir)
-    kept, _ = prepare(tmp_path / "kept", twice)
-    assert kept["counts"]["kept"] == 2 * len(train) and kept["counts"]["held_out_copies"] == len(
-        val
-    )
-    once, _ = prepare(tmp_path / "once", twice, dedup=True)
-    assert once["counts"]["kept"] == len(train) == once["counts"]["duplicates"]
-    assert as_set(rows_of(tmp_path / "kept", "val.bin")) == as_set(
-        rows_of(tmp_path / "once", "val.bin")
-    )
+    kept = prepare(tmp_path / "kept", twice)["counts"]
+    assert kept["kept"] == 2 * len(train)
+    assert kept["held_out_copies"] == len(val)
+    once = prepare(tmp_path / "once", twice, dedup=True)["counts"]
+    assert once["kept"] == once["duplicates"] == len(train)
+    assert same(tmp_path / "kept", tmp_path / "once", ["val.bin"])
 
 
-def test_every_kind_of_file_gives_the_same_rows(tmp_path, corpus, data_dir):
+def test_what_becomes_of_documents(monkeypatch):
+    """Every outcome, and which one comes first where several would do."""
+    monkeypatch.setattr(module, "dedup", True)
+    monkeypatch.setattr(module, "val_tokens", 5)
+    low = 0
+    high = 2**64 - 1  # never held out
+    documents = [
+        (low, 100, 3, "held_out"),
+        (low, 100, 3, "held_out_copies"),
+        (low + 1, 100, 4, "kept"),  # 4 + 3 tokens are too many
+        (low + 1, 100, 4, "duplicates"),
+        (low + 2, 100, 2, "held_out"),  # but these fit
+        (high, 100, 26, "filtered"),
+        (high, 100, 26, "duplicates"),
+        (high - 1, 100, 25, "kept"),  # the [SEP] does not count
+        (high - 2, 0, 1, "empty"),
+        (high - 2, 0, 1, "empty"),
+    ]
+    count = Counter()
+    given = [(key, length, np.full(n, SEP, np.uint16)) for key, length, n, _ in documents]
+    chosen = [outcome for outcome, _ in module.choose(given, count)]
+    assert chosen == [outcome for *_, outcome in documents]
+    assert count["read"] == len(documents)
+    assert sum(count[outcome] for outcome in module.OUTCOMES) == len(documents)
+    assert (count["tokens"], count["characters"]) == (29, 200)
+    assert (count["val_tokens"], count["val_characters"]) == (5, 200)
+    assert (count["tokens_read"], count["characters_read"]) == (95, 800)
+
+
+def write_kinds(folder, corpus):
+    """The text of corpus as files of every kind, under their names."""
     texts = corpus.read_text().split("\n\n")
-    with gzip.open(tmp_path / "a.txt.gz", "wt", newline="\r\n") as f:
+    lines = "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in texts)
+    with gzip.open(folder / "a.txt.gz", "wt", newline="\r\n") as f:
         f.write(corpus.read_text())
-    (tmp_path / "b.jsonl").write_text(
-        "".join(json.dumps({"id": 1, "body": t}) + "\n" for t in texts)
-    )
-    pyarrow.parquet.write_table(
-        pyarrow.table({"x": range(len(texts)), "body": texts}), tmp_path / "c.parquet"
-    )
-    with gzip.open(tmp_path / "d.jsonl.gz", "wb") as f:
-        f.write((tmp_path / "b.jsonl").read_bytes())
-    for name in ("a.txt.gz", "b.jsonl", "c.parquet", "d.jsonl.gz"):
-        prepare(tmp_path / name[0], tmp_path / name, text_column="body")
-        for file in ("tokenizer.json", "train.bin", "val.bin"):
-            assert (tmp_path / name[0] / file).read_bytes() == (data_dir / file).read_bytes(), name
+    (folder / "b.jsonl").write_text(lines)
+    table = pyarrow.table({"x": range(len(texts)), "body": texts})
+    pyarrow.parquet.write_table(table, folder / "c.parquet")
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
 
 
-def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir):
+@pytest.mark.parametrize("name", ["a.txt.gz", "b.jsonl", "c.parquet", "d.jsonl.gz"])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path, corpus, data_dir, prepare, name):
+    write_kinds(tmp_path, corpus)
+    prepare(tmp_path / "out", tmp_path / name, text_column="body")
+    assert same(tmp_path / "out", data_dir)
+
+
+def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir, prepare, capsys):
     folder = tmp_path / "texts"
     folder.mkdir()
     shutil.copy(corpus, folder / "b.txt")
     whole = gzip.compress(corpus.read_bytes())
     (folder / "a.txt.gz").write_bytes(whole[: len(whole) // 2])
     pyarrow.parquet.write_table(pyarrow.table({"x": [1, 2]}), folder / "c.parquet")
-    meta, printed = prepare(tmp_path / "out", folder / "*")
-    assert (tmp_path / "out" / "val.bin").read_bytes() == (data_dir / "val.bin").read_bytes()
+    meta = prepare(tmp_path / "out", folder / "*")
+    printed = capsys.readouterr().out
+    whole_counts = json.loads((data_dir / "meta.json").read_text())["counts"]
+    assert meta["counts"]["held_out"] == whole_counts["held_out"]
+    assert 40 < meta["counts"]["read"] < 80  # what stands before the break is read
     assert sorted(os.path.basename(p) for p in meta["errors"]) == ["a.txt.gz", "c.parquet"]
     assert "a.txt.gz could not be read to its end: EOFError" in printed
     assert "no column 'text', it has x: type --text_column=NAME" in printed
 
 
-def test_the_size_of_a_file_that_cannot_be_read_is_no_reason_to_stop(tmp_path, monkeypatch):
-    for name, content in (
-        ("a.txt", b"x" * 40),
-        ("b.txt.gz", gzip.compress(b"y" * 999)),
-        ("c.txt.gz", b"no gzip" * 9),
-    ):
-        (tmp_path / name).write_bytes(content)
-    sizes = [module.raw_size(str(tmp_path / name)) for name in ("a.txt", "b.txt.gz", "c.txt.gz")]
-    assert sizes == [40, 999, 63]
-    parts = [gzip.compress(os.urandom(n)) for n in (3000, 2)]
-    (tmp_path / "parts.txt.gz").write_bytes(b"".join(parts))
-    assert module.raw_size(str(tmp_path / "parts.txt.gz")) == sum(
-        map(len, parts)
-    )  # the trailer says 2
-    texts = pyarrow.table(
-        {"text": [f"{i} times the same" for i in range(50_000)], "x": np.random.rand(50_000)}
-    )
-    pyarrow.parquet.write_table(texts, tmp_path / "d.parquet", compression="zstd")
-    size = os.path.getsize(tmp_path / "d.parquet")
-    assert (
-        0.9
-        < module.raw_size(str(tmp_path / "d.parquet"))
-        / sum(len(t) for t in texts["text"].to_pylist())
-        < 2
-    ), size
+def put_on_hub(monkeypatch, texts, *lengths):
+    """Put a data set of texts in place of the Hub's; its n-th reading breaks off at lengths[n]."""
+    lengths = iter(lengths)
 
-    def refuse(*args):
-        raise PermissionError(13, "Permission denied")
+    def read(length):
+        for text in texts[:length]:
+            yield {"title": "x", "text": text}
+        if length < len(texts):
+            raise ConnectionError("the line is dead")
 
-    monkeypatch.setattr("builtins.open", refuse)
-    assert module.raw_size(str(tmp_path / "a.txt")) == 40
+    def load_dataset(path, name, split, streaming):
+        assert (path, name, split, streaming) == ("some/texts", "part", "train", True)
+        length = next(lengths)
+        return datasets.IterableDataset.from_generator(read, gen_kwargs={"length": length})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
 
-def test_limits(tmp_path, corpus):
-    few, _ = prepare(tmp_path / "few", corpus, max_docs=30)
+def test_a_data_set_of_the_hub(tmp_path, corpus, data_dir, prepare, monkeypatch):
+    put_on_hub(monkeypatch, corpus.read_text().split("\n\n"), 40, 40)
+    meta = prepare(tmp_path / "out", "some/texts", source_config="part")
+    assert same(tmp_path / "out", data_dir)
+    assert meta["settings"]["files"] == []
+
+
+def test_a_stream_that_breaks_off(tmp_path, corpus, prepare, monkeypatch):
+    texts = 10 * corpus.read_text().split("\n\n")
+    out = tmp_path / "out"
+    put_on_hub(monkeypatch, texts, 300)
+    dead = "or not to its end; some/texts: ConnectionError: the line is dead"
+    with pytest.raises(SystemExit, match=dead):
+        prepare(out, "some/texts", source_config="part")
+    assert not out.exists()
+
+    put_on_hub(monkeypatch, texts, len(texts), 300)
+    with pytest.raises(SystemExit, match="out holds what came before: use it, or delete it"):
+        prepare(out, "some/texts", source_config="part")
+    meta = json.loads((out / "meta.json").read_text())
+    assert meta["errors"] == {"some/texts": "ConnectionError: the line is dead"}
+    assert 0 < meta["counts"]["read"] <= 300
+
+
+def test_the_size_of_the_text_is_about_right(tmp_path, corpus):
+    write_kinds(tmp_path, corpus)
+    shutil.copy(corpus, tmp_path / "e.txt")
+    size = corpus.stat().st_size
+    assert module.text_bytes(f"{tmp_path}/e.txt") == size
+    for name in ("a.txt.gz", "d.jsonl.gz", "c.parquet"):
+        assert 0.6 < module.text_bytes(f"{tmp_path}/{name}") / size < 2, name
+
+
+@pytest.mark.parametrize(
+    "total_bytes, max_tokens, free, message",
+    [
+        (10**9, 0, 1e12, "about {all:,.1f}M tokens: {disk:,.0f} MB of disk and "),
+        (10**9, 10**6, 1e12, "about 1.0M tokens: 2 MB of disk and "),
+        (0, 10**6, 1e6, "; WARNING: only 1 MB are free there"),
+        (0, 0, 1e12, "no end is known: 1,000M tokens take 2 GB of disk and "),
+    ],
+)
+def test_the_estimate(
+    monkeypatch, capsys, tmp_path, data_dir, texts, total_bytes, max_tokens, free, message
+):
+    monkeypatch.setattr(module, "max_tokens", max_tokens)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    tokenizer, some = Tokenizer(data_dir / "tokenizer.json"), texts[:3]
+    n_tokens = sum(1 + len(tokenizer.encode(text)) for text in some)  # each has a [SEP]
+    tokens = total_bytes * n_tokens / sum(map(len, some))
+    module.print_estimate(some, tokenizer, total_bytes, tmp_path)
+    said = capsys.readouterr().out
+    assert message.format(all=tokens / 1e6, disk=2 * tokens / 1e6) in said
+    assert re.search(r"and [\d,]+ s", said) and said.count("\n") == 1
+
+
+def test_limits(tmp_path, corpus, prepare):
+    few = prepare(tmp_path / "few", corpus, max_docs=30)
     assert few["counts"]["read"] == 30
-    short, _ = prepare(tmp_path / "short", corpus, max_tokens=40000)
-    assert 40000 <= short["counts"]["tokens_read"] < 40000 + 3000
-    assert (
-        short["counts"]["tokens_read"] == short["counts"]["tokens"] + short["counts"]["val_tokens"]
-    )
+    short = prepare(tmp_path / "short", corpus, max_tokens=40000)["counts"]
+    assert 40000 <= short["tokens_read"] < 40000 + 3000
+    assert short["tokens_read"] == short["tokens"] + short["val_tokens"]
 
 
-def test_a_limit_on_tokens_holds_out_the_same_whatever_the_filter(tmp_path, corpus, data_dir):
+def test_a_limit_on_tokens_holds_out_the_same_whatever_the_filter(
+    tmp_path, corpus, data_dir, prepare
+):
     train, _ = documents_and_reference(corpus, data_dir)
-    median = sorted(len(ids) / len(text) for text, ids in train)[len(train) // 2]
-    for name, ratio in (("loose", 0.0), ("strict", median)):
-        meta, _ = prepare(tmp_path / name, corpus, filter_ratio=ratio, max_tokens=40000)
-        assert (meta["counts"]["filtered"] > 0) == (name == "strict")
-    assert (tmp_path / "loose" / "val.bin").read_bytes() == (
-        tmp_path / "strict" / "val.bin"
-    ).read_bytes()
+    loose = prepare(tmp_path / "loose", corpus, filter_ratio=0.0, max_tokens=40000)
+    ratio = median_ratio(train)
+    strict = prepare(tmp_path / "strict", corpus, filter_ratio=ratio, max_tokens=40000)
+    assert loose["counts"]["filtered"] == 0
+    assert strict["counts"]["filtered"] > 0
+    assert same(tmp_path / "loose", tmp_path / "strict", ["val.bin"])
 
 
 @given(st.lists(st.sampled_from(["a", "bb", "", "  "])))
@@ -233,98 +333,128 @@ def test_blank_lines_end_documents(lines):
 
 def test_a_text_without_blank_lines_is_cut(monkeypatch):
     monkeypatch.setattr(module, "MAX_DOCUMENT", 10)
-    assert [d.split("\n") for d in join_lines(["abcd"] * 7)] == [
-        ["abcd"] * 3,
-        ["abcd"] * 3,
-        ["abcd"],
-    ]
+    cut = [document.split("\n") for document in join_lines(["abcd"] * 7)]
+    assert cut == [["abcd"] * 3, ["abcd"] * 3, ["abcd"]]
 
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing_finished_and_the_next_one_completes(
-    tmp_path, corpus, data_dir
+    tmp_path, corpus, data_dir, prepare, capsys
 ):
     folder = tmp_path / "data"
-    flags = [f"--{k}={v}" for k, v in SMALL_DATA.items()]
-    command = [
-        sys.executable,
-        str(ROOT / "prepare.py"),
-        f"--source={corpus}",
-        f"--data_dir={folder}",
-        *flags,
-    ]
+    partial = tmp_path / "data.partial"
+    values = SMALL_DATA | {"source": corpus, "data_dir": folder}
+    flags = [f"--{name}={value}" for name, value in values.items()]
+    command = [sys.executable, str(ROOT / "prepare.py"), *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not folder.with_name("data.partial").exists() and process.poll() is None:
+    while not partial.exists() and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not folder.exists() and folder.with_name("data.partial").exists()
-    _, printed = prepare(folder, corpus)
-    assert (
-        "leftover of a run that did not finish" in printed
-        and not folder.with_name("data.partial").exists()
-    )
-    for name in ("tokenizer.json", "train.bin", "val.bin"):
-        assert (folder / name).read_bytes() == (data_dir / name).read_bytes()
+    assert not folder.exists()
+    assert partial.exists()
+
+    prepare(folder, corpus)
+    assert "leftover of a run that did not finish" in capsys.readouterr().out
+    assert not partial.exists()
+    assert same(folder, data_dir)
 
 
-def test_a_finished_set_is_kept(tmp_path, corpus, data_dir):
-    before = {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()}
-    same = script("prepare.py", source=corpus, data_dir=data_dir, **SMALL_DATA)
-    assert same.returncode == 0 and "nothing to do" in last_line(same)
-    other = script(
-        "prepare.py", source=corpus, data_dir=data_dir, **(SMALL_DATA | {"order": "curriculum"})
-    )
-    assert (
-        other.returncode == 1
-        and "other settings (order 'shuffle' -> 'curriculum')" in last_line(other)
-    )
-    assert before == {p.name: p.stat().st_mtime_ns for p in data_dir.iterdir()}
+def test_a_finished_set_is_kept(corpus, data_dir, prepare, capsys):
+    before = {path.name: path.stat().st_mtime_ns for path in data_dir.iterdir()}
+    with pytest.raises(SystemExit) as end:
+        prepare(data_dir, corpus)
+    assert end.value.code == 0
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="was made with order='shuffle': delete it"):
+        prepare(data_dir, corpus, order="curriculum")
+    assert before == {path.name: path.stat().st_mtime_ns for path in data_dir.iterdir()}
 
 
-def test_slips_are_one_line(tmp_path, corpus):
+def test_an_empty_folder_is_taken(tmp_path, corpus, prepare):
+    (tmp_path / "out").mkdir()
+    assert prepare(tmp_path / "out", corpus)["counts"]["rows"] > 0
+
+
+@pytest.mark.parametrize("meta", ["", "[]", "{}", '{"settings": 3}'])
+def test_a_broken_meta_json_is_named(tmp_path, corpus, prepare, meta):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "meta.json").write_text(meta)
+    with pytest.raises(SystemExit, match=r"meta\.json is broken: delete .*out or choose another"):
+        prepare(tmp_path / "out", corpus)
+
+
+@pytest.fixture
+def folder_of_slips(tmp_path, corpus, monkeypatch):
+    """A working folder with texts that cannot be prepared and folders that cannot be written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_bytes(corpus.read_bytes())
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("A few words.\n")
     (tmp_path / "a.doc").write_text("x")
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "train.bin").write_text("precious")
-    strange, linked = tmp_path / "strange.partial", tmp_path / "linked"
+    lines = [line for line in corpus.read_text().splitlines() if line]
+    (tmp_path / "single.txt").write_text("\n".join(lines[:2000]))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.bin").write_text("precious")
+    (tmp_path / "strange.partial").mkdir()
+    (tmp_path / "strange.partial" / "thesis.tex").write_text("precious")
     (tmp_path / "aim").mkdir()
-    linked.symlink_to(tmp_path / "aim")
-    words = [line for line in corpus.read_text().splitlines() if line][:2000]
-    (tmp_path / "single.txt").write_text("\n".join(words))
-    strange.mkdir()
-    (strange / "thesis.tex").write_text("precious")
-    cases = [
-        (dict(source=tmp_path / "*.csv"), "no file matches"),
-        (dict(source=tmp_path / "nowhere.txt"), "no file matches"),
-        (dict(source=tmp_path / "a.doc"), "is of no known kind"),
-        (dict(source=tmp_path / "empty.txt"), "no text in"),
-        (dict(source="nobody/nothing"), "no text in nobody/nothing; nobody/nothing: "),
-        (dict(source=tmp_path / "short.txt"), "the text yields a vocabulary of only"),
+    (tmp_path / "linked").symlink_to(tmp_path / "aim")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"source": "*.csv"}, "no file matches"),
+        ({"source": "nowhere.txt"}, "no file matches"),
+        ({"source": "aim"}, "no file matches"),
+        ({"source": "a.doc"}, "is of no known kind"),
+        ({"source": "empty.txt"}, "no text in"),
         (
-            dict(source=tmp_path / "single.txt"),
-            "of 1 documents was held out: type --val_share=0.5, or give",
+            {"source": "nobody/nothing"},
+            "no text in nobody/nothing, or not to its end; nobody/nothing: ",
         ),
-        (dict(source=corpus, data_dir=linked), "is a link or a mount point"),
+        ({"source": "short.txt"}, "the text yields only"),
+        ({"source": "single.txt"}, "was held out of 1 documents (blank lines end them): type "),
         (
-            dict(source=tmp_path / "short.txt", vocab_size=261, val_share=1e-9),
+            {"source": "short.txt", "vocab_size": 261, "val_share": 1e-9},
             "fewer than one row of 128",
         ),
-        (dict(source=corpus, val_share=1e-8), "type --val_share=1e-07"),
-        (dict(source=corpus, vocab_size=70000), "vocab_size=70000 cannot work"),
-        (
-            dict(source=corpus, order="random"),
-            "order=random cannot work: it must be shuffle or curriculum",
-        ),
-        (dict(source=corpus, data_dir=mine), "is no data set of prepare.py"),
-        (dict(source=corpus, data_dir=tmp_path / "strange"), "files that prepare.py did not write"),
-        (dict(source=corpus, data_dir=corpus / "below"), "File exists"),
-    ]
-    for settings_, message in cases:
-        done = script("prepare.py", **(SMALL_DATA | {"data_dir": tmp_path / "out"} | settings_))
-        assert done.returncode == 1 and message in last_line(done), (settings_, done.stdout)
-        assert "Traceback" not in done.stdout
-        assert not (tmp_path / "out").exists()
-    assert (mine / "train.bin").read_text() == (strange / "thesis.tex").read_text() == "precious"
+        ({"val_share": 1e-8}, "type --val_share=1e-07"),
+        ({"vocab_size": 70000}, "vocab_size=70000 cannot work"),
+        ({"max_tokens": -1}, "max_tokens=-1 cannot work"),
+        ({"vocab_sample_mb": 0}, "vocab_sample_mb=0 cannot work"),
+        ({"order": "random"}, "order=random cannot work: it must be shuffle or curriculum"),
+        ({"data_dir": "linked"}, "is a link or a mount point: name a folder in it"),
+        ({"data_dir": "dangling"}, "is a link or a mount point: name a folder in it"),
+        ({"data_dir": "mine"}, "is no data set of prepare.py"),
+        ({"data_dir": "strange"}, "thesis.tex was not written by prepare.py"),
+    ],
+)
+def test_slips_are_one_line(folder_of_slips, prepare, values, message):
+    values = {"source": "corpus.txt", "data_dir": "out"} | values
+    with pytest.raises(SystemExit) as end:
+        prepare(values.pop("data_dir"), values.pop("source"), **values)
+    said = str(end.value)
+    assert message in said
+    assert "\n" not in said
+    assert not (folder_of_slips / "out").exists()
+    assert (folder_of_slips / "mine" / "train.bin").read_text() == "precious"
+    assert (folder_of_slips / "strange.partial" / "thesis.tex").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"source": "*.csv"}, "no file matches"),
+        ({"data_dir": "corpus.txt/below"}, "File exists"),
+    ],
+)
+def test_a_process_ends_in_one_line(folder_of_slips, values, message):
+    values = SMALL_DATA | {"source": "corpus.txt", "data_dir": "out"} | values
+    done = script("prepare.py", cwd=folder_of_slips, **values)
+    assert done.returncode == 1
+    assert message in last_line(done)
+    assert "Traceback" not in done.stdout

@@ -1,121 +1,118 @@
-"""Fine-tune a pre-trained model on GLUE by the protocol of the paper, several seeds a task, and print where it stands.
+"""Fine-tune a pre-trained model on GLUE by the paper's protocol, several seeds a task.
 
-    python finetune_glue.py --model=out/fineweb_edu                       # eight tasks, five seeds, data from the Hub
+    python finetune_glue.py --model=out/fineweb_edu                     # eight tasks, from the Hub
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
-    python finetune_glue.py --model=out/fineweb_edu --baseline=scratch    # what the pre-training was worth
+    python finetune_glue.py --model=out/fineweb_edu --baseline=scratch  # the pre-training's worth
 
-One set of hyper-parameters for all tasks (arXiv 2212.14034, section 5), each task's own training data and nothing else,
-the score after the last epoch, the median over seeds. The model's folder gets glue.md, the table, and glue.json, every
-seed's scores; a run that was stopped does what is not in there yet.
+The protocol is that of arXiv 2212.14034, section 5. The model's folder gets glue.md, the table, and
+glue.json, every seed's scores; after a stop the same command does what is not in there yet.
 """
 
-import difflib
 import math
-import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from nanocram.configurator import configure, require
 
+# fmt: off
 model = "out/fineweb_edu"  # folder of a run of train.py; the results go there too
-glue_dir = (
-    ""  # folder of the official files (CoLA/train.tsv, …), perhaps gzipped; '' = from the Hub
-)
-tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # with commas between; wnli, which the paper leaves out, can be named
-seeds = 5  # fine-tunings of each task, which differ in fresh layers, dropout and order of the rows
-epochs = 5  # passes over a task's training data
-baseline = ""  # instead of the model: scratch (the same without pre-training) | hf:PATH_OR_NAME
-save_models = False  # keep the classifier of each task's first seed, as MODEL/TASK, a model folder
-predict_test = (
-    False  # write the files for gluebenchmark.com too; what was done without them is repeated
-)
-glue_batch = 16  # rows per optimiser step
-glue_lr = 4e-5  # peak learning rate of AdamW
-glue_warmup = 0.1  # share of the steps in which it rises; then a cosine down to 0
-glue_beta2 = 0.98  # of AdamW; beta1 is 0.9
-glue_eps = 1e-6  # of AdamW
-glue_weight_decay = 0.0  # of AdamW, decoupled
-glue_dropout = 0.1  # in the blocks and before the classifier
-glue_seq_len = 128  # longest input in tokens, a multiple of 8; what is longer is cut
-hf_batch = 32  # rows per optimiser step of --baseline=hf:…, as the paper did with BERT
-hf_lr = 2e-5  # and its peak learning rate
-glue_cache = "data/glue_tokens"  # folder of the tokenised data; '' = tokenise anew every time
-device = "auto"  # auto | cuda | mps | cpu
-dtype = "auto"  # auto | bfloat16 | float16 | float32: of the matrix products; weights stay float32
+glue_dir = ""              # folder of the official files (CoLA/train.tsv, …); '' = from the Hub
+tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # wnli, which the paper leaves out, can be named
+seeds = 5                  # fine-tunings of each task: fresh layers, dropout, order of rows differ
+epochs = 5                 # passes over a task's training data
+baseline = ""              # instead: scratch (the same, not pre-trained) | hf:PATH_OR_NAME
+save_models = False        # keep the classifier of each task's first seed, as MODEL/TASK
+predict_test = False       # write the files for gluebenchmark.com too, for runs done before as well
+glue_batch = 16            # rows per optimiser step
+glue_lr = 4e-5             # peak learning rate of AdamW
+glue_warmup = 0.1          # share of the steps in which it rises; then a cosine down to 0
+glue_beta2 = 0.98          # of AdamW; beta1 is 0.9
+glue_eps = 1e-6            # of AdamW
+glue_weight_decay = 0.0    # of AdamW, decoupled
+glue_dropout = 0.1         # in the blocks and before the classifier
+glue_seq_len = 128         # longest input in tokens; what is longer is cut
+hf_batch = 32              # rows per step of --baseline=hf:…, as the paper did with BERT
+hf_lr = 2e-5               # and its peak learning rate
+device = "auto"            # auto | cuda | mps | cpu
+dtype = "auto"             # auto | bfloat16 | float16 | float32: of the matrix products
+# fmt: on
 
-if (
-    __name__ == "__main__"
-):  # before the heavy imports, so that --help and a typo are answered at once
+# Before the heavy imports, so that --help and a typo are answered at once.
+if __name__ == "__main__":
     configure(globals())
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import AdamW
+from tqdm import tqdm
 
-from model import Classifier, MaskedLM
-from nanocram import glue, machine, record, safety
+from model import Classifier, MaskedLM, mixed_precision
+from nanocram import glue, machine, model_folder, record, safety
 from nanocram.data import Ragged, batches_by_length
-from nanocram.model_folder import load, maker, save
 from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
-# The paper's values: a table names what a run did otherwise.
-PAPER = {
-    "epochs": 5,
-    "glue_warmup": 0.1,
-    "glue_beta2": 0.98,
-    "glue_eps": 1e-6,
-    "glue_weight_decay": 0.0,
-    "glue_seq_len": 128,
-}
+# The paper's values, those of BERT for --baseline=hf:…; a table names what a run did otherwise.
+# fmt: off
+PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_beta2": 0.98, "glue_eps": 1e-6,
+         "glue_weight_decay": 0.0, "glue_seq_len": 128}
 PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1}
-PAPER_HF = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
+PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
+# fmt: on
 
 
 @dataclass
-class System:
-    """What is fine-tuned: this model, the same without pre-training, or one of transformers'."""
+class Candidate:
+    """What is fine-tuned: our model, the same without pre-training, or one of transformers'."""
 
     name: str
     weights: str  # fingerprint of all that fine-tuning starts from
-    tokenizer: str  # fingerprint of what encode does
-    encode: Callable  # [(sentence,) or (first, second), …] -> [(ids, how many of them belong to the first), …]
-    pad: int
-    two_types: bool  # whether it tells the first sentence from the second by token types
+    encode: Callable  # [(sentence,) or (first, second), …] -> its rows: (ids, length of the first)
     build: Callable  # number of outputs -> module: (ids, attention_mask, token_types) -> outputs
+    pad: int
+    two_types: bool  # whether token types tell the first sentence from the second
     batch: int
     lr: float
     paper: dict  # settings of the paper that apply to it
 
 
-def ours(folder, scratch):
-    """The System of a model folder of train.py; exits with one line if it is none, or its parts do not match."""
+def check_length(name, longest):
+    """Exit if a model cannot read glue_seq_len tokens, padded to a multiple of 8; 0: no limit."""
+    most = longest // 8 * 8
+    if 0 < most < glue_seq_len:
+        sys.exit(f"{name} takes at most {longest} tokens: type --glue_seq_len={most}")
+
+
+def our_candidate(folder, scratch):
+    """The Candidate of a model folder of train.py; exits if its parts do not match."""
+    folder = Path(folder)
     try:
-        pretrained, tokenizer = load(folder), Tokenizer(Path(folder) / "tokenizer.json")
+        pretrained = model_folder.load(folder)
+        tokenizer = Tokenizer(folder / "tokenizer.json")
     except ValueError as e:
         sys.exit(str(e))
     if isinstance(pretrained, Classifier):
         sys.exit(f"{folder} is fine-tuned already: name the folder that train.py wrote")
     config = replace(pretrained.config, dropout=glue_dropout)
     if tokenizer.vocab_size != config.vocab_size:
-        sys.exit(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} entries, the model {config.vocab_size}: they do "
-            "not belong together, copy tokenizer.json from the data_dir of the run"
-        )
-    if (most := config.max_seq_len) < glue_seq_len:
-        sys.exit(f"{folder} takes at most {most} tokens: type --glue_seq_len={most // 8 * 8}")
+        sizes = f"the tokenizer has {tokenizer.vocab_size} entries, the model {config.vocab_size}"
+        sys.exit(f"{folder}: {sizes}: copy tokenizer.json from the data_dir of the run")
+    check_length(folder, config.max_seq_len)
 
     def encode(texts):
         for text in texts:
-            parts = [tokenizer.encode(t) for t in text]
-            keep = truncated([len(p) for p in parts], glue_seq_len - 1 - len(parts))
-            closed = [np.append(p[:n], SEP) for p, n in zip(parts, keep, strict=True)]
-            yield np.concatenate(([CLS], *closed)), 1 + len(closed[0])
+            parts = [tokenizer.encode(part) for part in text]
+            # Beside one [CLS] and one [SEP] for each part.
+            keep = truncated([len(part) for part in parts], glue_seq_len - 1 - len(parts))
+            parts = [np.append(part[:n], SEP) for part, n in zip(parts, keep, strict=True)]
+            yield np.concatenate([[CLS], *parts]), 1 + len(parts[0])
 
     def build(n_outputs):
         masked_lm = MaskedLM(config)
@@ -123,25 +120,12 @@ def ours(folder, scratch):
             masked_lm.load_state_dict(pretrained.state_dict())
         return Classifier(masked_lm, n_outputs, glue_dropout)
 
-    name, key = (
-        Path(folder).resolve().name,
-        glue.fingerprint((Path(folder) / "tokenizer.json").read_bytes()),
-    )
-    tensors = b"" if scratch else (Path(folder) / "model.safetensors").read_bytes()
-    weights = glue.fingerprint(key, asdict(config), tensors)
-    name = f"{name} without pre-training" if scratch else name
-    return System(
-        name=name,
-        weights=weights,
-        tokenizer=key,
-        encode=encode,
-        pad=PAD,
-        two_types=config.token_types > 1,
-        build=build,
-        batch=glue_batch,
-        lr=glue_lr,
-        paper=PAPER_OURS,
-    )
+    name = folder.resolve().name + (" without pre-training" if scratch else "")
+    vocabulary = glue.fingerprint((folder / "tokenizer.json").read_bytes())
+    tensors = b"" if scratch else (folder / "model.safetensors").read_bytes()
+    weights = glue.fingerprint(vocabulary, asdict(config), tensors)
+    types = config.token_types > 1
+    return Candidate(name, weights, encode, build, PAD, types, glue_batch, glue_lr, PAPER_OURS)
 
 
 class HuggingFace(nn.Module):
@@ -151,13 +135,9 @@ class HuggingFace(nn.Module):
         from transformers import AutoModelForSequenceClassification as Auto
 
         super().__init__()
-        options |= {
-            "dtype": torch.float32,
-            "ignore_mismatched_sizes": True,
-        }  # an old head may have had other labels
-        self.model, self.info = Auto.from_pretrained(
-            name, num_labels=n_outputs, output_loading_info=True, **options
-        )
+        options |= {"num_labels": n_outputs, "dtype": torch.float32, "output_loading_info": True}
+        # An old head may have had other labels.
+        self.model, self.info = Auto.from_pretrained(name, ignore_mismatched_sizes=True, **options)
 
     def forward(self, ids, attention_mask, token_types):
         mask = None if attention_mask is None else attention_mask.long()
@@ -165,383 +145,321 @@ class HuggingFace(nn.Module):
         return self.model(input_ids=ids, attention_mask=mask, **types).logits
 
 
-def hugging_face(name):
-    """The System of an encoder of transformers, a folder or a name on the Hub; exits with one line if it is none."""
+def hugging_face_candidate(name):
+    """The Candidate of an encoder of transformers, a folder or a name on the Hub; exits if none."""
     try:
         from transformers import AutoTokenizer, logging
 
         logging.set_verbosity_error()  # or each fine-tuning tells that the classifier is new
         logging.disable_progress_bar()
-        tokenizer, net = AutoTokenizer.from_pretrained(name), HuggingFace(name, 2)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        net = HuggingFace(name, 2)
         words = tokenizer.backend_tokenizer.to_str()
     except ModuleNotFoundError as e:
         sys.exit(f"--baseline=hf:{name} needs a package: pip install {e.name}")
-    except Exception as e:
-        sys.exit(
-            f"transformers cannot load {name}: {(str(e).strip() or repr(e)).splitlines()[0]:.200}"
-        )
-    config, two_types = net.model.config, "token_type_ids" in tokenizer.model_input_names
-    base = {
-        k: v
-        for k, v in net.model.state_dict().items()
-        if k.startswith(net.model.base_model_prefix + ".")
-    }
-    wrong = {
-        *net.info["missing_keys"],
-        *(key for key, *_ in net.info["mismatched_keys"]),
-    } & base.keys()
-    if wrong := sorted(key for key in wrong if "pooler" not in key):
-        sys.exit(
-            f"{name} is incomplete: {len(wrong)} of its weights are missing or of another shape, as {wrong[0]}"
-        )
-    if tokenizer.pad_token_id is None or len(tokenizer) > config.vocab_size:
-        sizes = f"its tokenizer has {len(tokenizer)} entries, the model {config.vocab_size}"
-        sys.exit(f"{name} cannot work: {sizes}, the padding token is {tokenizer.pad_token}")
-    if 0 < (most := getattr(config, "max_position_embeddings", 0)) < glue_seq_len:
-        sys.exit(f"{name} takes at most {most} tokens: type --glue_seq_len={most // 8 * 8}")
+    except Exception as e:  # no network, no such model, no fast tokenizer: each raises another
+        sys.exit(f"transformers cannot load {name}: {safety.first_line(e, 200)}")
+
+    # The classifier is new, and some models have a pooler that was not pre-trained.
+    prefix = net.model.base_model_prefix + "."
+    base = {key: t for key, t in net.model.state_dict().items() if key.startswith(prefix)}
+    wrong = {*net.info["missing_keys"], *(key for key, *_ in net.info["mismatched_keys"])}
+    wrong = sorted(key for key in wrong & base.keys() if "pooler" not in key)
+    if wrong:
+        sys.exit(f"{name} is incomplete: {wrong[0]} is missing or of another shape")
+    config = net.model.config
+    pad = tokenizer.pad_token_id
+    if pad is None or len(tokenizer) > config.vocab_size:
+        sys.exit(f"{name} has no padding token, or too many others for its model: name another")
+    check_length(name, getattr(config, "max_position_embeddings", 0))
+    two_types = "token_type_ids" in tokenizer.model_input_names
 
     def encode(texts):
-        for i in range(0, len(texts), 10000):  # some kB a row are needed on the way
-            columns = [list(column) for column in zip(*texts[i : i + 10000], strict=True)]
-            batch = tokenizer(
-                *columns, truncation=True, max_length=glue_seq_len, return_token_type_ids=two_types
-            )
-            types = batch["token_type_ids"] if two_types else batch["input_ids"]
-            for ids, t in zip(batch["input_ids"], types, strict=True):
-                yield np.array(ids), t.count(0) if two_types else len(ids)
+        options = {"truncation": True, "max_length": glue_seq_len}
+        # In parts, for the tokenizer needs some kB a row.
+        for start in range(0, len(texts), 10000):
+            columns = [list(column) for column in zip(*texts[start : start + 10000], strict=True)]
+            batch = tokenizer(*columns, return_token_type_ids=two_types, **options)
+            for i, ids in enumerate(batch["input_ids"]):
+                first = batch["token_type_ids"][i].count(0) if two_types else len(ids)
+                yield np.array(ids), first
 
-    def build(n_outputs):
-        return HuggingFace(name, n_outputs, local_files_only=True)
-
-    weights = glue.fingerprint(
-        words, config.to_json_string(), *(t.numpy().tobytes() for t in base.values())
-    )
-    return System(
-        name=name,
-        weights=weights,
-        tokenizer=glue.fingerprint(words, two_types),
-        encode=encode,
-        pad=tokenizer.pad_token_id,
-        two_types=two_types,
-        build=build,
-        batch=hf_batch,
-        lr=hf_lr,
-        paper=PAPER_HF,
-    )
+    build = partial(HuggingFace, name, local_files_only=True)
+    tensors = [tensor.numpy().tobytes() for tensor in base.values()]
+    weights = glue.fingerprint(words, config.to_json_string(), *tensors)
+    return Candidate(name, weights, encode, build, pad, two_types, hf_batch, hf_lr, PAPER_BERT)
 
 
-def tokenised(system, task, split):
-    """{"ids" (all tokens, one row behind the other), "length", "first", "labels", "source"} of a split, from the cache.
-
-    Arrays; source is a fingerprint of texts and labels. Raises what glue.read raises."""
-    part = glue.AX if task == "ax" else glue.TASKS[task]
-    source = glue.find(part, split, glue_dir).read_bytes() if glue_dir else "hub"
-    key = glue.fingerprint("format 3", system.tokenizer, glue_seq_len, task, split, source)
-    path = Path(glue_cache) / f"{task}-{split}-{key}.npz"
-    if glue_cache and path.exists():
-        try:
-            with np.load(path) as arrays:
-                return dict(arrays)
-        except Exception:  # a damaged cache is no cache
-            path.unlink()
+def tokenised(candidate, task, split):
+    """What Ragged takes, of a split, and "source", a fingerprint of it; raises like glue.read."""
     texts, labels = glue.read(task, split, glue_dir)
-    rows = list(system.encode(texts))
-    arrays = {
+    labels = np.zeros(0) if labels is None else labels
+    rows = list(candidate.encode(texts))
+    return {
         "ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
         "length": np.array([len(ids) for ids, _ in rows]),
         "first": np.array([first for _, first in rows]),
-        "labels": np.zeros(0) if labels is None else labels,
-        "source": np.array(glue.fingerprint(*texts, b"" if labels is None else labels.tobytes())),
+        "labels": labels,
+        "source": glue.fingerprint(*texts, labels.tobytes()),
     }
-    if glue_cache:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        mine = path.with_name(
-            f"{os.getpid()}-{path.name}"
-        )  # another process may be writing the same
-        np.savez(mine, **arrays)
-        mine.replace(path)
-    return arrays
+
+
+def read_tasks(candidate, names):
+    """{task: {split, or file of a submission: arrays}}; what is missing is said and left out."""
+    result = {}
+    for name in tqdm(names, desc="reading", leave=False, disable=None):
+        parts = glue.parts(name, predict_test)
+        result[name] = {}
+        for key, (task, split) in parts.items():
+            is_answer = key in glue.SUBMISSION
+            try:
+                arrays = tokenised(candidate, task, split)
+            except FileNotFoundError as e:
+                # Without a test set a file of the submission is missing, without others the task.
+                print(f"{key if is_answer else name} is left out: {e}")
+                if is_answer:
+                    continue
+                del result[name]
+                break
+            except ValueError as e:
+                sys.exit(str(e))
+            result[name][key] = arrays
+            n_rows = len(arrays["length"])
+            official = glue.WITH_AX[task].rows[split]
+            if is_answer and n_rows != official:
+                print(f"{key} will have {n_rows:,} rows, the leaderboard wants {official:,}")
+    if not result:
+        sys.exit("no task is left: name a --glue_dir with the official files, or '' for the Hub's")
+    return result
 
 
 def lr_share(step, steps):
     """Learning rate as a share of its peak: a linear warm-up, then a cosine from 1 to 0."""
     warm = int(glue_warmup * steps)
-    return (
-        step / warm
-        if step < warm
-        else 0.5 + 0.5 * math.cos(math.pi * (step - warm) / (steps - warm))
-    )
+    if step < warm:
+        return step / warm
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / (steps - warm))
 
 
-def train(system, net, data, seed, amp_dtype, tick):
-    """Fine-tune net on data; returns the facts of it. tick(tokens) is called after each step."""
-    dev, start = data.dev, time.perf_counter()
-    optimizer = torch.optim.AdamW(
-        net.parameters(),
-        system.lr,
-        (0.9, glue_beta2),
-        glue_eps,
-        glue_weight_decay,
-        fused=dev.type in ("cuda", "cpu"),
-    )
+def fine_tune(candidate, net, data, seed, amp_dtype, tick):
+    """Fine-tune net on data, a Ragged; returns how fast it went. tick(tokens) after each step."""
+    start = time.perf_counter()
+    dev = data.dev
+    lr = candidate.lr
+    betas = (0.9, glue_beta2)
+    fused = dev.type in ("cuda", "cpu")
+    optimizer = AdamW(net.parameters(), lr, betas, glue_eps, glue_weight_decay, fused=fused)
+    # Gradients in float16 underflow unless they are scaled; in other precisions this does nothing.
     scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
-    steps = [
-        rows
-        for epoch in range(epochs)
-        for rows in batches_by_length(data.length, system.batch, (seed, epoch))
-    ]
+    # Rows of like length share a batch, so that little is padded: not the paper's, but faster.
+    batches = []
+    for epoch in range(epochs):
+        batches += batches_by_length(data.length, candidate.batch, (seed, epoch))
+
     net.train()
-    for step, rows in enumerate(steps):
+    for step, rows in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = system.lr * lr_share(step, len(steps))
+            group["lr"] = lr * lr_share(step, len(batches))
         inputs, labels = data.batch(rows)
-        with torch.autocast(dev.type, amp_dtype, enabled=amp_dtype != torch.float32):
-            outputs = net(*inputs).float()  # (B, outputs)
-        loss = (
-            F.mse_loss(outputs[:, 0], labels)
-            if outputs.shape[1] == 1
-            else F.cross_entropy(outputs, labels)
-        )
+        with mixed_precision(dev, amp_dtype):
+            outputs = net(*inputs).float()  # (B, n_outputs)
+        loss_fn = F.mse_loss if labels.is_floating_point() else F.cross_entropy
+        loss = loss_fn(outputs.squeeze(1), labels)  # the one column of a regression becomes (B,)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         tick(int(data.length[rows].sum()))
     loss.item()  # waits for the device, here alone
-    seconds, rows = time.perf_counter() - start, sum(map(len, steps))
-    padded = 1 - float(
-        sum(data.length[r].sum() for r in steps) / sum(len(r) * data.width(r) for r in steps)
-    )
-    return {
-        "seconds": round(seconds, 2),
-        "rows_per_second": round(rows / seconds, 1),
-        "padded": round(padded, 4),
-    }
+    seconds = time.perf_counter() - start
+    speed = sum(len(rows) for rows in batches) / seconds
+    return {"seconds": round(seconds, 2), "rows_per_second": round(speed, 1)}
 
 
 @torch.inference_mode()
 def predict(net, data, amp_dtype):
-    """Outputs (N, n_outputs) for the rows of data, an array; raises FloatingPointError if they are not finite."""
-    order, outputs = np.argsort(data.length, kind="stable"), []
+    """Outputs (N, n_outputs) for the rows of data; FloatingPointError if they are not finite."""
+    order = np.argsort(data.length, kind="stable")
+    outputs = []  # by length, as order says
     net.eval()
     for rows in np.split(order, range(64, len(order), 64)):
-        with torch.autocast(data.dev.type, amp_dtype, enabled=amp_dtype != torch.float32):
-            outputs.append(net(*data.batch(rows)[0]).float())
+        inputs, _ = data.batch(rows)
+        with mixed_precision(data.dev, amp_dtype):
+            outputs.append(net(*inputs).float())
     outputs = torch.cat(outputs).cpu().numpy()
     if not np.isfinite(outputs).all():
-        raise FloatingPointError(
-            "outputs that are not finite: try --dtype=float32, or a smaller learning rate"
-        )
-    return outputs[np.argsort(order)]
+        raise FloatingPointError("outputs not finite: try --dtype=float32 or a lower learning rate")
+    return outputs[np.argsort(order)]  # in the order of the file
+
+
+def data_facts(splits):
+    """What tells the data of a task: rows and fingerprints of its training and dev sets."""
+    labelled = {split: arrays for split, arrays in splits.items() if glue.is_labelled(split)}
+    return {
+        "rows": {split: len(arrays["length"]) for split, arrays in labelled.items()},
+        "data": {split: arrays["source"] for split, arrays in labelled.items()},
+    }
+
+
+def refuse_other(folder):
+    """Exit if a folder for a classifier exists and is not ours."""
+    config = folder / "config.json"
+    text = config.read_text(errors="replace") if config.is_file() else ""
+    ours = '"nanocram"' in text and '"id2label"' in text
+    if folder.exists() and not ours:
+        sys.exit(f"{folder} is no classifier of ours: move it away, or leave out --save_models")
+
+
+def kept_classifier(name):
+    """The fingerprint of the classifier that is kept of a task, '' where there is none."""
+    path = Path(model) / name / "model.safetensors"
+    return glue.fingerprint(path.read_bytes()) if path.exists() else ""
+
+
+def glue_entry(candidate, dev, amp_dtype):
+    """What glue.json says of a candidate: name with what is not the paper's, weights, protocol."""
+    protocol = {key: globals()[key] for key in candidate.paper}
+    changed = [f"{k}={value}" for k, value in protocol.items() if value != candidate.paper[k]]
+    if amp_dtype != machine.pick(device, "auto")[1]:
+        changed.append(f"dtype={dtype}")
+    return {
+        "system": ", ".join([candidate.name, *changed]),
+        "weights": candidate.weights,
+        "machine": machine.describe(dev),
+        "protocol": protocol | {"dtype": str(amp_dtype)},
+    }
+
+
+def find_finished(entry, data):
+    """{(task, seed): run} of glue.json on these data whose answers and classifier are there."""
+    result = {}
+    for run in glue.stored_runs(model, entry):
+        name, seed = run["task"], run["seed"]
+        if name not in data or seed >= seeds:
+            continue
+        same_data = data_facts(data[name]).items() <= run.items()
+        written = glue.written_answers(data[name], Path(model) / f"submission/seed{seed}")
+        answered = written.items() <= run["predictions"].items()
+        kept = True
+        if save_models and seed == 0:
+            kept = kept_classifier(name) == run.get("classifier")
+        if same_data and answered and kept:
+            result[name, seed] = run
+    return result
+
+
+def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, tick):
+    """One task with one seed: a run as in glue.json; its answers to the test sets are written."""
+    task = glue.TASKS[name]
+    data = {s: Ragged(a, candidate.pad, candidate.two_types, dev) for s, a in splits.items()}
+    torch.manual_seed(seed)
+    net = candidate.build(len(task.labels) or 1).to(dev)  # a regression has one output
+    run = {"task": name, "seed": seed, "scores": {}, **data_facts(splits)}
+    training_set = data.pop("train")
+    run |= fine_tune(candidate, net, training_set, seed, amp_dtype, tick)
+
+    # The dev sets are scored; the answers to a test set become a file of the submission.
+    answers = Path(model) / f"submission/seed{seed}"
+    for split, rows in data.items():
+        outputs = predict(net, rows, amp_dtype)
+        if split in glue.SUBMISSION:
+            glue.write_answers(answers / split, task, outputs)
+            continue
+        # MNLI has two dev sets: the scores of the second have names of their own.
+        end = "_mm" if split.endswith("mismatched") else ""
+        scores = glue.score(name, splits[split]["labels"], outputs)
+        run["scores"] |= {metric + end: value for metric, value in scores.items()}
+
+    # With the tokenizer beside it, transformers reads the folder as it is.
+    if save_models and seed == 0:
+        folder = Path(model) / name
+        model_folder.save(net, folder, task.labels)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(model) / file, folder)
+        run["classifier"] = kept_classifier(name)
+    return run | {"predictions": glue.written_answers(splits, answers)}
 
 
 def check_settings():
     """The names of the tasks; exits with one line for settings that cannot work."""
-    require(
-        globals(),
-        {
-            "seeds": (1, 1000),
-            "epochs": (1, 1000),
-            "glue_batch": (1, 65536),
-            "glue_lr": (0, 1),
-            "glue_warmup": (0, 0.9),
-            "glue_beta2": (0, 0.99999),
-            "glue_eps": (0, 1),
-            "glue_weight_decay": (0, 1e3),
-            "glue_dropout": (0, 0.9),
-            "glue_seq_len": (16, 65536),
-            "hf_batch": (1, 65536),
-            "hf_lr": (0, 1),
-            "device": ("auto", "cuda", "mps", "cpu"),
-            "dtype": ("auto", "bfloat16", "float16", "float32"),
-        },
-    )
-    if glue_seq_len % 8:
-        sys.exit(
-            f"glue_seq_len={glue_seq_len} is no multiple of 8: type --glue_seq_len={glue_seq_len // 8 * 8}"
-        )
+    counts = ("seeds", "epochs", "glue_batch", "hf_batch")
+    shares = ("glue_lr", "hf_lr", "glue_warmup", "glue_beta2", "glue_eps", "glue_dropout")
+    limits = dict.fromkeys(counts, (1, 65536)) | dict.fromkeys(shares, (0, 0.99999))
+    limits |= {"glue_weight_decay": (0, 1e3), "glue_seq_len": (16, 65536)}
+    limits |= {"device": ("auto", "cuda", "mps", "cpu")}
+    limits |= {"dtype": ("auto", "bfloat16", "float16", "float32")}
+    require(globals(), limits)
     if baseline not in ("", "scratch") and not re.match("hf:.", baseline):
-        sys.exit(
-            f"baseline={baseline} is unknown: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME"
-        )
-    if glue_dir and not Path(glue_dir).is_dir():
-        sys.exit(
-            f"{glue_dir} is no folder: --glue_dir is one with CoLA/train.tsv and so on, '' takes the Hub's data"
-        )
+        sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
+    if baseline and (save_models or predict_test):
+        sys.exit("--save_models and --predict_test are for the model: leave them out or --baseline")
+    if not Path(model).is_dir():
+        sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",")))
-    for name in (name for name in names if name not in glue.TASKS):
-        near = difflib.get_close_matches(name.lower().replace("-", ""), glue.TASKS, 1) or [
-            "one of",
-            *glue.TASKS,
-        ]
-        sys.exit(f"there is no task {name!r}: did you mean {' '.join(near)}?")
+    for name in names:
+        if name not in glue.TASKS:
+            sys.exit(f"there is no task {name!r}: choose from {', '.join(glue.TASKS)}")
     return names
 
 
-def read_all(system, names):
-    """{task: {split, or file of a submission: arrays}}; says which tasks and files are missing and leaves them out."""
-    from tqdm import tqdm
-
-    result = {}
-    for name in tqdm(names, desc="reading", leave=False, disable=None):
-        task, files = (
-            glue.TASKS[name],
-            {file: at for file, at in glue.SUBMISSION.items() if at[0] == name},
-        )
-        try:
-            result[name] = {
-                split: tokenised(system, name, split) for split in task.rows if "test" not in split
-            }
-        except FileNotFoundError as e:
-            print(f"{name} is left out: {e}")
-            continue
-        for file, (_, split) in files.items() if predict_test else ():
-            try:
-                found = tokenised(system, "ax" if file == "AX.tsv" else name, split)
-            except FileNotFoundError as e:
-                print(f"{file} is left out: {e}")
-                continue
-            result[name][file] = found
-            if (n := len(found["length"])) != (
-                official := (glue.AX if file == "AX.tsv" else task).rows[split]
-            ):
-                print(f"{file} will have {n:,} rows, the leaderboard wants {official:,}")
-    if not result:
-        sys.exit(
-            "no task is left: point --glue_dir to a folder with the official files, or '' to take the Hub's"
-        )
-    return result
-
-
-def facts_of(name, splits):
-    """What tells the data of a task: rows and fingerprints of its training and dev sets."""
-    known = {split: arrays for split, arrays in splits.items() if split in glue.TASKS[name].rows}
-    return {
-        "rows": {split: len(a["length"]) for split, a in known.items()},
-        "data": {split: str(a["source"]) for split, a in known.items()},
-    }
-
-
-def is_done(run, name, seed, splits, folder):
-    """Whether run is this one, on the same data, and its answers to the test sets are in folder as it wrote them."""
-    wanted = {"task": name, "seed": seed, **facts_of(name, splits)}
-    if any(run[key] != value for key, value in wanted.items()):
-        return False
-    kept = {file: run["predictions"].get(file) for file in splits if file in glue.SUBMISSION}
-    return kept == glue.predictions(splits, folder / f"seed{seed}")
-
-
-def made(system, run):
-    """What made the classifier of a run, so that another one is not taken for it."""
-    return glue.fingerprint(
-        system.weights, run["task"], run["data"], [globals()[key] for key in system.paper]
-    )
-
-
-def run_once(system, name, seed, splits, folder, dev, amp_dtype, tick):
-    """Fine-tune and evaluate one task with one seed, write the answers to its test sets; the run, as in glue.json."""
-    task, data = (
-        glue.TASKS[name],
-        {s: Ragged(a, system.pad, system.two_types, dev) for s, a in splits.items()},
-    )
-    torch.manual_seed(seed)
-    net = system.build(task.n_outputs).to(dev)
-    run = {
-        "task": name,
-        "seed": seed,
-        "scores": {},
-        **facts_of(name, splits),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": machine.describe(dev)["device"],
-    }
-    run |= train(system, net, data["train"], seed, amp_dtype, tick)
-    for split in (s for s in splits if s != "train"):
-        outputs = predict(net, data[split], amp_dtype)
-        if split in glue.SUBMISSION:
-            path = folder / f"seed{seed}" / split
-            glue.write_predictions(path, glue.AX if split == "AX.tsv" else task, outputs)
-        else:
-            scores = glue.score(name, splits[split]["labels"], outputs)
-            end = "_mm" if split.endswith("mismatched") else ""
-            run["scores"] |= {key + end: value for key, value in scores.items()}
-    if save_models and not baseline and seed == 0:
-        save(net, Path(model) / name, task.labels, made=made(system, run))
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(model) / file, Path(model) / name)
-    return run | {"predictions": glue.predictions(splits, folder / f"seed{seed}")}
-
-
 def main():
-    from tqdm import tqdm
-
-    names, folder = check_settings(), Path(model)
+    names = check_settings()
+    folder = Path(model)
     dev, amp_dtype = machine.pick(device, dtype)
-    if not folder.is_dir():
-        sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
-    glue.lock(folder).close()  # a folder that cannot be written shows now, not after the first task
-    foreign = baseline.startswith("hf:")
-    system = hugging_face(baseline[3:]) if foreign else ours(model, baseline == "scratch")
-    for name in names if save_models and not baseline else ():
-        maker(folder / name)
-    print(
-        f"{system.name} on {dev.type} in {amp_dtype}: {epochs} epochs, batch {system.batch}, AdamW {system.lr:g}, "
-        f"dropout {'its own' if foreign else glue_dropout}, {glue_seq_len} tokens",
-        flush=True,
-    )
-    answers = folder / "_".join(["submission", *re.findall(r"\w+", baseline)])
-    try:
-        splits = read_all(system, names)
-    except ValueError as e:
-        sys.exit(str(e))
-    changed = [
-        f"{key}={globals()[key]}" for key, value in system.paper.items() if globals()[key] != value
-    ]
-    changed += [f"dtype={dtype}"] if amp_dtype != machine.pick(device, "auto")[1] else []
-    entry = {
-        "system": ", ".join([system.name, *changed]),
-        "weights": system.weights,
-        "machine": machine.describe(dev),
-        "protocol": {key: globals()[key] for key in system.paper} | {"dtype": str(amp_dtype)},
-    }
-    every = [(name, seed) for name in splits for seed in range(seeds)]
+    # A folder that cannot be written shows now, not after the first task.
+    glue.results_lock(folder).close()
+    if save_models:
+        for name in names:
+            refuse_other(folder / name)
 
-    def done(jobs):
-        """The runs in glue.json that are those of jobs."""
-        runs = glue.stored_runs(folder, entry)
-        if save_models and not baseline:
-            runs = [r for r in runs if r["seed"] or maker(folder / r["task"]) == made(system, r)]
-        return {
-            job: run for job in jobs for run in runs if is_done(run, *job, splits[job[0]], answers)
-        }
+    # What is fine-tuned: the model, or what it is compared with.
+    if baseline.startswith("hf:"):
+        candidate = hugging_face_candidate(baseline[3:])
+    else:
+        candidate = our_candidate(model, baseline == "scratch")
+    hyper = f"{epochs} epochs, batch {candidate.batch}, AdamW {candidate.lr:g}"
+    print(f"{candidate.name} on {dev.type} in {amp_dtype}: {hyper}, {glue_seq_len} tokens")
 
-    if found := done(every):
-        print(f"{len(found)} of {len(every)} fine-tunings are in {folder}/glue.json already")
-        glue.add_runs(
-            folder, entry, [*found.values()]
-        )  # the last ones decide which data the table is about
-    todo = [job for job in every if job not in found]
-    total = sum(int(splits[name]["train"]["length"].sum()) * epochs for name, _ in todo)
+    # The data, and what has been done with them already.
+    data = read_tasks(candidate, names)
+    entry = glue_entry(candidate, dev, amp_dtype)
+    wanted = [(name, seed) for name in data for seed in range(seeds)]
+    finished = find_finished(entry, data)
+    if finished:
+        print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.json already")
+        # The last ones decide which data the table is about.
+        glue.add_runs(folder, entry, list(finished.values()))
+
+    # Each task with each seed. One that diverges does not end the others.
+    todo = [job for job in wanted if job not in finished]
+    total = sum(int(data[name]["train"]["length"].sum()) * epochs for name, _ in todo)
     bar = tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, smoothing=0.02)
     failed = []
     for name, seed in todo:
-        bar.set_description(f"{name}, seed {seed}")
+        job = f"{name}, seed {seed}"
+        bar.set_description(job)
+        splits = data[name]
         try:
-            run = run_once(system, name, seed, splits[name], answers, dev, amp_dtype, bar.update)
+            run = fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, bar.update)
         except FloatingPointError as e:
-            failed.append(f"{name}, seed {seed}: {e}")
+            failed.append(f"{job}: {e}")
             continue
+        run |= {"date": time.strftime("%Y-%m-%d"), "device": entry["machine"]["device"]}
         glue.add_runs(folder, entry, [run])
-        words = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
-        bar.write(
-            f"{name}, seed {seed}: {words}  ({run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s, "
-            f"{run['padded']:.0%} padding)"
-        )
+        scores = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
+        speed = f"{run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s"
+        bar.write(f"{job}: {scores}  ({speed})")
     bar.close()
+
+    # The table of everything in glue.json.
     if predict_test:
-        glue.write_submission(answers, [*done(every).values()])
-    with glue.lock(folder):
-        record.write_card(folder, glue.markdown(glue.summary(glue.systems_by_name(folder))[0]))
-    print("", *glue.table(glue.systems_by_name(folder)), "", sep="\n")
+        finished = find_finished(entry, data)
+        glue.write_submission(folder / "submission", list(finished.values()))
+    results = glue.runs_by_name(folder)
+    table = glue.table(results)
+    with glue.results_lock(folder):
+        record.write_card(folder, table)
+    print("", *table, *glue.footnotes(results), "", sep="\n")
     print(f"{folder}: glue.md (this table, and each score's spread), glue.json")
     if failed:
         sys.exit("\n".join(failed))
@@ -549,9 +467,5 @@ def main():
 
 if __name__ == "__main__":
     size = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
-    safety.run(
-        main,
-        model,
-        "the same command goes on with the fine-tuning that was cut short",
-        lambda: f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)",
-    )
+    half = f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)"
+    safety.run(main, model, "the same command goes on where it stopped", lambda: half)

@@ -1,8 +1,9 @@
 """The original BERT-base, 111,241,472 parameters, inside the budget (arXiv 1810.04805).
 
-Trained as the paper's authors rebuilt it for their comparison (2212.14034; their train=bert-original): batches of 512
-rows of 128 tokens, Adam with coupled decay, no clipping, no next-sentence task; here the schedule spans the budget.
-Devlin et al.'s own code takes batches of 256 rows, a tenth of them 512 tokens long, decouples the decay and clips at 1.
+Trained as the paper's authors rebuilt it for their comparison (2212.14034; their
+train=bert-original): batches of 512 rows of 128 tokens, Adam with coupled decay, no clipping, no
+next-sentence task; here the schedule spans the budget. Devlin et al.'s own code takes batches of
+256 rows, a tenth of them 512 tokens long, decouples the decay and clips at 1.
 """
 
 out_dir = "out/bert"

@@ -1,5 +1,7 @@
-"""The paper's minimal change of the architecture: BERT-base with its norms before the blocks, trained as crammed BERT
-is (arXiv 2212.14034, section 5; its authors' arch=crammed-bert-simple).
+"""The paper's minimal change of the architecture: BERT-base with its norms before the blocks.
+
+It is trained as crammed BERT is (arXiv 2212.14034, section 5; its authors'
+arch=crammed-bert-simple).
 """
 
 # data: that of config/crammed.py

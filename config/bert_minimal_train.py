@@ -1,5 +1,7 @@
-"""The paper's minimal change of the training: crammed BERT with AdamW at 5e-4, batches of 1,536 rows, a cosine over the
-budget and 15 % masks (arXiv 2212.14034, section 5; its authors' train=bert-base).
+"""The paper's minimal change of the training, with crammed BERT's architecture.
+
+AdamW at 5e-4, batches of 1,536 rows, a cosine over the budget and 15 % masks (arXiv 2212.14034,
+section 5; its authors' train=bert-base).
 """
 
 # data and architecture: those of config/crammed.py

@@ -1,13 +1,15 @@
-"""The paper's final recipe as it is: crammed BERT, 119,589,889 parameters (arXiv 2212.14034, sections 4.2 to 4.4).
+"""The paper's final recipe as it is: crammed BERT, 119,589,889 parameters.
 
-prepare.py has to be run with this file too: --order=curriculum is the paper's, for one.
+That is arXiv 2212.14034, sections 4.2 to 4.4. prepare.py has to be run with this file too:
+--order=curriculum is the paper's, for one.
 """
 
 # data: the filter at 0.25 is prepare.py's default
 data_dir = "data/crammed"
 out_dir = "out/crammed"
 order = "curriculum"
-# architecture: scaled sinusoidal positions, pre-norm with biases in the norms alone, no head transform, no decoder bias
+# architecture: scaled sinusoidal positions, pre-norm with biases in the norms alone, no head
+# transform, no decoder bias
 position = "sinusoidal"
 max_seq_len = 128
 first_attn_norm = True

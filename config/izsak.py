@@ -1,8 +1,9 @@
-"""Izsak et al.'s "How to Train BERT with an Academic Budget": a large model, few steps (arXiv 2104.07705).
+"""Izsak et al.'s "How to Train BERT with an Academic Budget": a large model, few steps.
 
-Their best command: 24 layers of 1,024, AdamW at 1e-3, batches of 4,096 rows, a linear schedule over the clock; no final
-norm and norm_eps as in the paper's rebuilding of it (2212.14034; its authors' arch=crammed-large-izsak). They had
-eight cards of 12 GB for a day; on one card this is far from done when the day is over.
+Their best command (arXiv 2104.07705): 24 layers of 1,024, AdamW at 1e-3, batches of 4,096 rows, a
+linear schedule over the clock; no final norm and norm_eps as in the paper's rebuilding of it
+(2212.14034; its authors' arch=crammed-large-izsak). They had eight cards of 12 GB for a day; on one
+card this is far from done when the day is over.
 """
 
 out_dir = "out/izsak"

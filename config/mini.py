@@ -1,7 +1,8 @@
-"""A BERT of 1.7M parameters for five minutes of one CPU core: what the race measures its factors with.
+"""A BERT of 1.7M parameters for five minutes of one CPU core.
 
-Small enough to be well past the plateau by then; 4.8M parameters end no lower after ten minutes. Counted in steps, for
-the clock is the larger noise on a machine that is a fifth slower at times.
+The races of results/README.md measure their factors with it. It is small enough to be well past the
+plateau by then; 4.8M parameters end no lower after ten minutes. It is counted in steps, for the
+clock is the larger noise on a machine that is a fifth slower at times.
 """
 
 # prepare.py: as config/small.py has it

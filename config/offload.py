@@ -1,7 +1,9 @@
-"""A model larger than the card: 2.2B parameters, whose weights, gradients and AdamW states take 35 GB, in host memory.
+"""A model larger than the card: 2.2B parameters in host memory.
 
-One block of 66M parameters at a time is on the device (host.py). Large batches of many rows make each copy worth while.
-A day of one card is far too short to train so many: this is for the machine whose memory, not time, is the limit.
+Weights, gradients and AdamW's states take 35 GB. One block of 66M parameters at a time is on the
+device (nanocram/offload.py). Large batches of many rows make each copy worth while. A day of one
+card is far too short to train so many: this is for the machine whose memory, not time, is the
+limit.
 """
 
 out_dir = "out/offload"

@@ -4,9 +4,8 @@
 data_dir = "data/small"
 max_tokens = 50000000
 vocab_size = 8192
-filter_ratio = (
-    0.3  # the paper's 0.25 fits a vocabulary of 32k; this keeps about as much with one of 8k
-)
+# the paper's 0.25 fits a vocabulary of 32k; this keeps about as much with one of 8k
+filter_ratio = 0.3
 
 # train.py
 out_dir = "out/small"
@@ -16,8 +15,9 @@ n_head = 4
 n_embd = 256
 n_inner = 512
 micro_batch = 32
-# What wins in so few steps is not what train.py's defaults have: see The race in the README. Raced at this width were
-# lr 0.003 against 0.006, and Muon against AdamW alone; the rest is what won or tied at mini.py's.
+# What wins in so few steps is not what train.py's defaults have: see results/README.md. Raced at
+# this width were lr 0.003 against 0.006, and Muon against AdamW alone; the rest is what won or tied
+# at mini.py's.
 batch_size = 32
 batch_start = 32
 zero_init = False
@@ -33,4 +33,5 @@ eval_rows = 384
 checkpoint_minutes = 3.0
 
 # finetune_glue.py
-glue_lr = 3e-4  # the paper's 4e-5 is for 25 times as many parameters; see the README
+# the paper's 4e-5 is for 25 times as many parameters; see results/README.md
+glue_lr = 3e-4

@@ -4,9 +4,8 @@
 data_dir = "data/tiny"
 source = "data/sample.txt.gz"
 vocab_size = 4096
-filter_ratio = (
-    0.0  # the threshold fits a vocabulary of 32k; a small one needs more tokens for the same text
-)
+# the threshold fits a vocabulary of 32k; a small one needs more tokens for the same text
+filter_ratio = 0.0
 val_share = 0.03  # 254 documents only: one in a hundred would be two
 
 # train.py
@@ -19,9 +18,9 @@ n_inner = 256
 micro_batch = 32
 batch_size = 32
 batch_start = 32
-# What wins in so few steps is not what train.py's defaults have, which are for a GPU's day: see The race in the README.
-# After 1,000 steps of 4,096 tokens these lines ended at 3.97, with lr 0.006 at 4.00, and with that, train.py's masks
-# and its zero_init at 4.09.
+# What wins in so few steps is not what train.py's defaults have, which are for a GPU's day: see
+# results/README.md. After 1,000 steps of 4,096 tokens these lines ended at 3.97, with lr 0.006 at
+# 4.00, and with that, train.py's masks and its zero_init at 4.09.
 zero_init = False
 mask_rate = 0.25
 mask_rate_end = 0.25
@@ -34,4 +33,7 @@ evals = 6
 eval_rows = 192
 checkpoint_minutes = 1.0
 compile = False  # up to 50 s of the three minutes, for a sixth more speed
-samples = "once upon a [MASK] there was a king.|there were tears in her [MASK].|he opened the [MASK] and went out."
+samples = (
+    "once upon a [MASK] there was a king.|there were tears in her [MASK]."
+    "|he opened the [MASK] and went out."
+)

@@ -1,7 +1,8 @@
-"""Every command of the README: its flags and recipes are those of the scripts; what can run here runs, made small."""
+"""README.md, results/README.md, docs/: commands, links, files and names are those of the code."""
 
 import contextlib
 import gzip
+import importlib
 import io
 import json
 import os
@@ -13,77 +14,177 @@ import sys
 
 import pytest
 from conftest import ROOT, SMALL_DATA, SMALL_MODEL
-from test_finetune_glue import model_folder
 
 import train
-from nanocram.configurator import SCRIPTS, configure, settings
+from model import MaskedLM, ModelConfig
+from nanocram import model_folder, record
+from nanocram.configurator import SCRIPTS, configure
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-TINY = {k: v for k, v in SMALL_MODEL.items() if k not in ("samples", "evals", "eval_rows")}
+DOCUMENTS = [ROOT / "README.md", ROOT / "results/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+README = TEXTS[ROOT / "README.md"]
 
 
-def commands():
-    """The single commands of all bash blocks, loops and variables taken apart."""
+def without_code(text):
+    """A document without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+# The commands
+
+
+def commands_of(block):
+    """The single commands of a bash block; lines are joined, variables and loops taken apart."""
     found = []
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
-        values = {}
-        for line in block.replace("\\\n", " ").splitlines():
-            line = line.split("  #")[0].strip()
-            assigned = re.fullmatch(r'(?:export )?([A-Z_]+)="?(.*?)"?', line) or re.match(
-                r"for (\w+) in (\w+)", line
-            )
-            if assigned:
-                values[assigned[1]] = assigned[2]
-            elif line not in ("", "done"):
-                for name, value in values.items():
-                    line = line.replace(f"${name}", value)
-                found += [part.strip() for part in line.split("&&")]
+    values = {}
+    for line in block.replace("\\\n", " ").splitlines():
+        line = line.split("  #")[0].strip()
+        assigned = re.fullmatch(r'(?:export )?([A-Z_]+)="?(.*?)"?', line)
+        loop = re.match(r"for (\w+) in (\w+)", line)
+        if assigned or loop:
+            name, value = (assigned or loop).groups()
+            values[name] = value
+        elif line not in ("", "done"):
+            for name, value in values.items():
+                line = line.replace(f"${name}", value)
+            found += [part.strip() for part in line.split("&&")]
     return found
 
 
-def test_every_command_has_flags_and_recipes_that_exist(monkeypatch):
+def all_commands():
+    """Every command of every document, each once."""
+    found = []
+    for text in TEXTS.values():
+        for block in re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            found += commands_of(block)
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = all_commands()
+
+
+def script_of(command):
+    """(script, its arguments) of a command, or ("", []) where it is none of our scripts."""
+    program, *args = shlex.split(command)
+    if program == "torchrun":
+        assert re.fullmatch(r"--nproc_per_node=\d+", args.pop(0))
+    elif program != "python":
+        return "", []
+    return (args[0], args[1:]) if args[0] in SCRIPTS else ("", [])
+
+
+OURS = [command for command in COMMANDS if script_of(command)[0]]
+
+
+def check_train(arguments, monkeypatch):
+    """Exit where train.py would, with these recipes and flags."""
+    values = dict(vars(train))
+    configure(values, arguments)
+    for name, value in values.items():
+        if value is not getattr(train, name):
+            monkeypatch.setattr(train, name, value)
+    train.check_settings()
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_flags_recipes_and_values_are_those_of_the_scripts(command, monkeypatch):
     monkeypatch.chdir(ROOT)
-    scripts = 0
-    for command in commands():
-        program, *args = shlex.split(command)
-        if program == "pip":
-            assert args[0] == "install" and all(
-                (ROOT / a).exists() for a in args if a.endswith(".txt")
-            )
-            continue
-        if program == "hf":
-            continue
-        if program == "torchrun":
-            assert args.pop(0).startswith("--nproc_per_node=")
-        if args[:2] == ["-m", "pytest"]:
-            continue
-        name, *args = args
-        assert name in SCRIPTS, command
-        args = [
-            re.sub(r"\+\S+", "", a) if name == "race.py" else a for a in args
-        ]  # changes of a contender
-        flags = [a for a in args if a.startswith("--")] if name == "race.py" else args
-        assert all((ROOT / a).is_file() for a in args if not a.startswith("--")), command
-        also = "train.py" if name in ("bench.py", "race.py") else ""
-        with contextlib.redirect_stdout(io.StringIO()):
-            block = {k: v for k, (v, _) in settings(ROOT / name).items()}
-            block["__file__"] = str(ROOT / name)
-            configure(block, flags, also=also)  # exits where one is unknown or of a wrong type
-        if name == "train.py":  # as it stands there, not shortened
-            for key in settings(ROOT / name):
-                monkeypatch.setattr(train, key, block[key])
-            train.check_settings()
-        scripts += 1
-    assert scripts > 25
+    name, args = script_of(command)
+    also = "train.py" if name in ("bench.py", "race.py") else ""
+    flags = [arg for arg in args if arg.startswith("--")]
+    recipes = [arg for arg in args if not arg.startswith("--")]
+    with contextlib.redirect_stdout(io.StringIO()):
+        script = dict(vars(importlib.import_module(name.removesuffix(".py"))))
+        if name == "race.py":
+            configure(script, flags, also=also)
+            for contender in recipes:
+                recipe, *changes = contender.split("+")
+                with monkeypatch.context() as patch:
+                    check_train([recipe, *(f"--{change}" for change in changes)], patch)
+        else:
+            configure(script, args, also=also)
+        if name == "train.py":
+            check_train(args, monkeypatch)
+
+
+def test_there_are_commands():
+    assert len(OURS) > 50
+    assert {script_of(command)[0] for command in OURS} == set(SCRIPTS)
+
+
+def test_the_other_commands_name_files_that_exist():
+    for command in COMMANDS:
+        if command.startswith("pip install"):
+            for path in re.findall(r"\S+\.txt", command):
+                assert (ROOT / path).exists(), command
+
+
+def test_the_two_commands_of_the_readme_are_those_that_ci_runs():
+    commands = re.findall(r'^run "(.*)"$', (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert len(commands) == 2
+    assert set(commands) <= set(README.splitlines())
+
+
+# What can run here runs
+
+
+SMALL_RUN = SMALL_MODEL | {"data_dir": "data/ready", "n_narrow": 0, "evals": 1, "eval_rows": 8}
+SHORT = {  # appended to every command, so that it takes a second or two
+    "prepare.py": SMALL_DATA,
+    "train.py": SMALL_RUN | {"max_steps": 2},
+    "bench.py": SMALL_RUN | {"bench_steps": 2, "batch_size": 8},
+    "race.py": SMALL_RUN | {"max_steps": 2, "seeds": 1},
+    "finetune_glue.py": {"seeds": 1, "epochs": 1, "dtype": "float32", "glue_dir": "GLUE"},
+}
+NOT_HERE = {  # which of several settings a script of SHORT does not take
+    "train.py": ("samples",),
+    "bench.py": ("samples", "evals", "eval_rows"),
+    "race.py": ("samples", "vocab_size"),
+}
+HUB = r"python prepare.py .*--source=(allenai|monology|wikimedia|'OSCAR)"
+ELSEWHERE = {  # why a command is not run by test_what_can_run_here_runs
+    r"pip |hf upload|python -m pytest": "no script of ours",
+    r"python -c": "test_one_liners",
+    rf"python prepare.py$|{HUB}": "needs a network",
+    r".*--baseline=hf:bert-base-uncased": "needs a network",
+    r"python bench.py .*--compare=True": "test_bench.py has it, with a smaller BERT",
+    r"torchrun": "test_parallel.py starts it, with fewer ranks",
+}
+# Importing torch takes seconds, so one process imports it and forks a child for each command.
+ONE_BY_ONE = """
+import json, os, runpy, sys
+import datasets, matplotlib.figure, torch
+for line in json.load(sys.stdin):
+    print("+", *line, flush=True)
+    child = os.fork()
+    if child == 0:
+        sys.argv = line
+        runpy.run_path(line[0], run_name="__main__")
+        sys.exit()
+    status = os.waitpid(child, 0)[1]
+    if status:
+        sys.exit(f"ended with {status}")
+"""
+
+
+def is_elsewhere(command):
+    return any(re.match(pattern, command) for pattern in ELSEWHERE)
+
+
+def write_model(folder, data_dir):
+    """A small model folder, as train.py leaves one."""
+    sizes = {key: SMALL_MODEL[key] for key in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    model_folder.save(MaskedLM(ModelConfig(**sizes, n_inner=48)), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(data_dir / name, folder / name)
 
 
 @pytest.fixture
 def workplace(tmp_path, data_dir, corpus, glue_files, monkeypatch):
-    """A folder that looks like the repository to its commands, with small data and a small model."""
-    (tmp_path / "config").symlink_to(ROOT / "config")
-    for name in SCRIPTS:
+    """A folder that looks like the repository to its commands, with small data and small models."""
+    for name in ("config", "nanocram", *SCRIPTS):
         (tmp_path / name).symlink_to(ROOT / name)
-    shutil.copytree(data_dir, tmp_path / "data" / "ready")
+    shutil.copytree(data_dir, tmp_path / "data/ready")
     text = gzip.compress(corpus.read_bytes())
     (tmp_path / "texts").mkdir()
     for path in ("texts/a.txt.gz", "data/sample.txt.gz", "small.txt.gz", "large.txt.gz"):
@@ -93,101 +194,156 @@ def workplace(tmp_path, data_dir, corpus, glue_files, monkeypatch):
     return tmp_path
 
 
-SHORT = {  # appended to every command, so that it takes a second or two
-    "prepare.py": SMALL_DATA,
-    "train.py": TINY
-    | {"data_dir": "data/ready", "max_steps": 2, "eval_rows": 8, "evals": 1, "n_narrow": 0},
-    "bench.py": TINY | {"data_dir": "data/ready", "bench_steps": 2, "batch_size": 8},
-    "race.py": {k: v for k, v in TINY.items() if k not in ("vocab_size", "samples")}
-    | {
-        "n_narrow": 0,
-        "data_dir": "data/ready",
-        "max_steps": 2,
-        "seeds": 1,
-        "evals": 1,
-        "eval_rows": 8,
-    },
-    "finetune_glue.py": {"seeds": 1, "epochs": 1, "dtype": "float32", "glue_dir": "GLUE"},
-}
-ELSEWHERE = {  # why a command is not run here
-    r"pip |hf upload|python -m pytest": "no script of ours",
-    r"python prepare.py$|python prepare.py .*--source=(allenai|monology|wikimedia|'OSCAR)": "needs a network",
-    r".*--baseline=hf:bert-base-uncased": "needs a network",
-    r"python bench.py .*--compare=True": "tests/test_bench.py has it, with a smaller BERT",
-    r"torchrun": "tests/test_parallel.py starts it, with fewer ranks",
-}
-ONE_BY_ONE = """
-import json, os, runpy, sys
-import datasets, matplotlib.figure, torch  # once, for all that are forked from here
-for line in json.load(sys.stdin):
-    print("+", *line, flush=True)
-    if not (child := os.fork()):
-        sys.argv = line
-        runpy.run_path(line[0], run_name="__main__")
-        sys.exit()
-    if status := os.waitpid(child, 0)[1]:
-        sys.exit(f"ended with {status}")
-"""
+def shortened(command):
+    """A script and its arguments with SHORT behind them; of a race, its first contender."""
+    name, args = script_of(command)
+    settings = {k: v for k, v in SHORT[name].items() if k not in NOT_HERE.get(name, ())}
+    if name == "race.py":
+        flags = [arg for arg in args if arg.startswith("--")]
+        contenders = [arg for arg in args if not arg.startswith("--")]
+        # what is set for all contenders is no change of one
+        own = rf"\+({'|'.join(settings)})=[^+]*"
+        args = [re.sub(own, "", contender) for contender in contenders[:1]] + flags
+    return [name, *args, *(f"--{key}={value}" for key, value in settings.items())]
 
 
-def runnable(script):
-    found = [c for c in commands() if not any(re.match(pattern, c) for pattern in ELSEWHERE)]
-    return [c for c in found if c.startswith(f"python {script}")]
-
-
-def test_nothing_is_left_out_without_a_reason():
-    assert sum(map(len, map(runnable, SCRIPTS))) + sum(
-        any(re.match(pattern, c) for pattern in ELSEWHERE) for c in commands()
-    ) == len(commands())
-    assert all(any(re.match(pattern, c) for c in commands()) for pattern in ELSEWHERE)
+def test_every_reason_not_to_run_a_command_is_needed():
+    for pattern in ELSEWHERE:
+        assert any(re.match(pattern, command) for command in COMMANDS), pattern
+    for command in COMMANDS:
+        assert is_elsewhere(command) or script_of(command)[0], command
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_can_run_here_runs(workplace, data_dir, name):
-    """All commands of a script one after the other, each with SHORT behind what stands there."""
-    for model in (
-        ("NAME", "small54", "fineweb_edu", "mini/mini-0") if name == "finetune_glue.py" else ()
-    ):
-        model_folder(workplace / "out" / model, data_dir)
+    """All commands of a script, one after the other."""
+    if name == "finetune_glue.py":
+        for model in ("NAME", "small54", "fineweb_edu", "mini/mini-0"):
+            write_model(workplace / "out" / model, data_dir)
     lines = []
-    for command in runnable(name):
-        _, *args = shlex.split(command)
-        if name == "race.py":  # two of its contenders
-            args = [*args[:3], *(a for a in args[3:] if a.startswith("--"))]
-        lines.append([*args, *(f"--{k}={v}" for k, v in SHORT[name].items())])
+    for command in OURS:
+        if script_of(command)[0] == name and not is_elsewhere(command):
+            lines.append(shortened(command))
     assert len(lines) > 1
-    ours = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }  # threads do not survive a fork
+    # The threads of OpenMP do not survive a fork.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", ONE_BY_ONE],
         input=json.dumps(lines),
         text=True,
-        timeout=280,
+        timeout=580,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=ours,
+        env=environment,
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert done.stdout.count("\n+ ") + done.stdout.startswith("+ ") == len(lines)
+    assert len(re.findall(r"^\+ ", done.stdout, re.MULTILINE)) == len(lines)
 
 
-def test_the_pictures_and_files_that_it_names_are_there():
-    for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README):
-        assert (ROOT / path).stat().st_size > 5000, path
-    files = re.findall(r"^\| `([\w/]+\.py)` \|", README, re.MULTILINE)
-    assert {f for f in files if "/" not in f} == {p.name for p in ROOT.glob("*.py")}
-    for name in re.findall(r"`(results/[\w.]+)`", README):
+@pytest.mark.slow
+def test_one_liners(tmp_path, data_dir, monkeypatch, capsys):
+    """The commands of the form python -c "…", on a small data set and a small model."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/tiny").symlink_to(data_dir)
+    write_model(tmp_path / "out/tiny", data_dir)
+    (tmp_path / "out/tiny/log.csv").write_text("elapsed_s,step,tokens\n1,2,3\n")
+    monkeypatch.chdir(tmp_path)
+    lines = [shlex.split(c)[2] for c in COMMANDS if c.startswith("python -c")]
+    assert len(lines) > 3
+    for line in lines:
+        exec(line, {})
+        assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_reads_well_at_100_columns(name):
+    command = [sys.executable, str(ROOT / name), "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True).stdout
+    assert len(shown) > 1000
+    assert all(len(line) <= 100 for line in shown.splitlines())
+
+
+# Links, files and names
+
+
+def anchors(path):
+    """The anchors of a document's headings, as GitHub makes them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), re.M):
+        kept = re.sub(r"[^\w\- ]", "", heading.lower())
+        found.add(kept.replace(" ", "-"))
+    return found
+
+
+def links(text):
+    """The goals of a document's links and pictures that are not addresses of the web."""
+    text = without_code(text)
+    found = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'<img src="([^"]+)"', text)
+    return [goal for goal in found if not goal.startswith("https://")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document):
+    for goal in links(TEXTS[document]):
+        path, _, anchor = goal.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), goal
+        if anchor:
+            assert anchor in anchors(target), goal
+        if target.suffix == ".png":
+            assert target.stat().st_size > 5000
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_in_backticks_exist(document):
+    text = without_code(TEXTS[document])
+    folders = r"results|config|nanocram|docs|tests"
+    for name in re.findall(rf"`((?:{folders})/[\w./]*\w\.\w+)`", text):
         assert (ROOT / name).exists(), name
-    recipes = set(re.findall(r"`(config/\w+\.py)`", README))
-    assert recipes >= {f"config/{p.name}" for p in (ROOT / "config").glob("*.py")}
+    if document.parent.name == "results":
+        csvs = set(re.findall(r"`(\w+\.csv)`", text)) - {"log.csv"}
+        assert csvs == {path.name for path in (ROOT / "results").glob("*.csv")}
 
 
-def test_help_reads_well_at_100_columns():
-    for name in SCRIPTS:
-        shown = subprocess.run(
-            [sys.executable, str(ROOT / name), "--help"], capture_output=True, text=True
-        ).stdout
-        assert len(shown) > 1000 and all(len(line) <= 100 for line in shown.splitlines()), name
+def test_every_file_and_recipe_is_in_a_table_of_the_readme():
+    named = set(re.findall(r"`([\w/]+\.py)`", README))
+    files = [*ROOT.glob("*.py"), *ROOT.glob("nanocram/*.py"), *ROOT.glob("config/*.py")]
+    assert {path.relative_to(ROOT).as_posix() for path in files} <= named
+    first = set(re.findall(r"^\| `([\w/]+\.py)` \|", README, re.MULTILINE))
+    assert all((ROOT / name).is_file() for name in first)
+
+
+def test_the_readme_is_short_and_no_prose_is_wide():
+    assert len(README.splitlines()) <= 250
+    for document, text in TEXTS.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            assert len(line) <= 120 or line.startswith("|"), f"{document}, line {number}"
+
+
+def test_what_to_edit_is_where_the_readme_says():
+    table = re.search(r"\| to change \| edit \|\n.*\n((?:\|.*\n)+)", README)[1]
+    for row in table.splitlines():
+        words = re.findall(r"`([^`]+)`", row)
+        code = "".join((ROOT / word).read_text() for word in words if word.endswith(".py"))
+        for word in words:
+            if not word.endswith(".py"):
+                assert re.search(rf"^(def |class ){word}\b|^{word} = ", code, re.M), word
+
+
+def test_the_columns_of_the_log_are_told():
+    text = (ROOT / "docs/how_it_works.md").read_text(encoding="utf-8")
+    told = re.search(r"The columns of `log.csv`:(.*?)\n\n", text, re.DOTALL)[1]
+    assert set(record.COLUMNS) <= set(re.findall(r"`(\w+)`", told))
+
+
+def test_every_fault_of_the_table_has_its_test():
+    text = TEXTS[ROOT / "results/README.md"]
+    table = re.search(r"^\| fault .*\n.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1]
+    rows = table.splitlines()
+    assert len(rows) >= 16
+    for row in rows:
+        tests = re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)
+        assert tests, row
+        for file, name in tests:
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name

@@ -1,9 +1,11 @@
-"""What several test files share: a small data set made by prepare.py from the embedded corpus, and running scripts."""
+"""What several test files share: a small data set, small runs of train.py, a small GLUE."""
 
 import csv
+import dataclasses
 import gzip
 import io
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -14,13 +16,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
-os.environ["CUDA_VISIBLE_DEVICES"] = (
-    ""  # nor a GPU: where there is one, they run on the CPU beside it
-)
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # busy threads of one process beside those of another are 30 times as slow
+# Nor a GPU: where there is one, they run on the CPU beside it.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Busy threads of one process beside those of another are 30 times as slow.
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+from model import ModelConfig
+from nanocram import machine
 
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
 SMALL_MODEL = {
@@ -42,7 +47,7 @@ SMALL_MODEL = {
 
 
 def script(name, *args, cwd=ROOT, **settings):
-    """Run a script of ours as a user would; the finished process, with stdout and stderr together as .stdout."""
+    """Run a script of ours as a user would; the process, stdout and stderr together as .stdout."""
     flags = [f"--{k}={v}" for k, v in settings.items()]
     command = [sys.executable, str(ROOT / name), *map(str, args), *flags]
     return subprocess.run(
@@ -80,19 +85,54 @@ def data_dir(tmp_path_factory, corpus):
 
 @pytest.fixture
 def train(monkeypatch, data_dir, tmp_path):
-    """The train module with the settings of a small run; set others with monkeypatch.setattr."""
+    """The train module with the settings of a small run; set others with put()."""
     import train
 
-    for name, value in (
-        SMALL_MODEL | {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
-    ).items():
-        assert hasattr(train, name)
-        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own handlers
+    # Seconds of work, and many of them in bfloat16 where that is not native.
+    monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)
+    folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
+    put(monkeypatch, train, **(SMALL_MODEL | folders))
     return train
 
 
-# The headers of the official GLUE download: (train, dev, test); the columns that hold text are named in TEXT.
-WIDE = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse sentence1_parse sentence2_parse "
+def put(monkeypatch, module, **settings):
+    """Set globals of a script; each must be there."""
+    for name, value in settings.items():
+        assert hasattr(module, name), name
+        monkeypatch.setattr(module, name, value)
+
+
+def new_run(amp_dtype=torch.float32):
+    """A Run of train.py as it is set, on the CPU."""
+    import train
+    from nanocram.data import Rows, load_meta
+
+    meta = load_meta(train.data_dir)
+    path = Path(train.data_dir) / "train.bin"
+    rows = Rows(path, meta["counts"]["rows"], train.seq_len, train.vocab_size)
+    sizes = {f.name: getattr(train, f.name) for f in dataclasses.fields(ModelConfig)}
+    return train.Run(ModelConfig(**sizes), meta, rows, torch.device("cpu"), amp_dtype)
+
+
+def train_step(run, progress):
+    """One step as main() does it; whether it came to its end, and (loss, norm) if so."""
+    import train
+
+    n_rows = train.batch_rows(progress)
+    total_loss = train.accumulate(run, n_rows, train.mask_count(progress))
+    if total_loss is None:
+        return None
+    done = train.update(run, total_loss, train.lr_scale(progress))
+    run.state.step += 1
+    run.state.row += n_rows
+    return done
+
+
+# The headers of the official GLUE download: (train, dev, test); the columns that hold text are
+# named in TEXT.
+WIDE = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse "
+WIDE += "sentence1_parse sentence2_parse "
 HEADERS = {
     "CoLA": (None, None, "index sentence"),
     "SST-2": ("sentence label", "sentence label", "index sentence"),
@@ -123,7 +163,8 @@ NAMES = {
 
 
 def write_glue(folder, sentences, train=40, dev=12, test=7):
-    """Files in the official layout, labels by the length of the first text; {(task, split): [(texts, label)]}."""
+    """Files in the official layout, labels by the length of the first text; {(task, split):
+    [(texts, label)]}."""
     written = {}
     for task, headers in HEADERS.items():
         suffixes = ("_matched", "_mismatched") if task == "MNLI" else ("",)

@@ -207,7 +207,7 @@ class Block(nn.Module):
     def __init__(self, config, first):
         super().__init__()
         self.post_norm = config.post_norm
-        # Before the first attention the norm after the embeddings stands in, as in ModernBERT.
+        # Before the first attention a norm after the embeddings stands in, as in ModernBERT.
         has_attn_norm = not first or config.post_norm or config.first_attn_norm
         self.attn_norm = layer_norm(config) if has_attn_norm else nn.Identity()
         self.attn = Attention(config)
@@ -216,9 +216,9 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x, rope, mask, source=None, positions=None):
-        """x (B, T, C) looks at itself; or x (B, K, C), of positions (B, K), at source (B, T, C).
+        """x (B, T, C) looks at itself; with a source (B, T, C), x (B, K, C) looks at that.
 
-        source arrives without this block's norm, as x does."""
+        x is then at positions (B, K). Neither has gone through this block's norm yet."""
         if self.post_norm:
             source = x if source is None else source
             x = self.attn_norm(x + self.drop(self.attn(x, source, rope, mask, positions)))

@@ -30,7 +30,7 @@ seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours for the whole run
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
-micro_batch = 256               # rows per forward pass; lower it if memory runs out, no more
+micro_batch = 256               # rows per forward pass; lower it where memory runs out
 batch_size = 4096               # rows per optimiser step from batch_ramp on: 0.5M tokens
 batch_start = 1024              # rows per optimiser step at the start
 batch_ramp = 0.6                # share of the run over which it grows (paper 4.3); 0 = at once
@@ -114,7 +114,7 @@ RETRY_SECONDS = 60  # after a save that failed
 
 
 def lr_scale(progress):
-    """Learning rates as a share of their peaks: 0 at the end, unless cooldown is 0."""
+    """Learning rates as a share of their peaks: 0 at the end, but for a trapezoid of cooldown 0."""
     if schedule == "triangle":  # the paper's: 0.25 at the start, 1 at 3/4, 0 at the end
         return min(0.25 + progress, 4 - 4 * progress)
     rise = progress / warmup if progress < warmup else 1.0
@@ -188,7 +188,7 @@ class Clock:
         return self.earlier + time.monotonic() - self.started
 
     def reserve(self):
-        """Seconds to keep for the end: an evaluation, a save, and the step a GPU may be behind."""
+        """Seconds to keep for the end: an evaluation, a save, a step still in a GPU's queue."""
         state = self.state
         return 1.2 * (state.eval_seconds + state.save_seconds) + state.step_seconds
 
@@ -232,19 +232,18 @@ class Run:
         else:
             self.weights = dict(self.model.to(dev).named_parameters())
         self.optimizers = build_optimizers(self.weights)
-        # In float16 the loss is scaled, so that small gradients survive. The scale is made by its
-        # first use: here, for a rank whose first step has no micro-batch.
+        # In float16 the loss is scaled, so that small gradients survive. GradScaler makes its scale
+        # at its first use: here, for a rank whose first step may have no micro-batch.
         where = next(iter(self.weights.values())).device
         self.scaler = torch.amp.GradScaler(where.type, enabled=amp_dtype == torch.float16)
         self.scaler.scale(torch.zeros((), device=where))
         self.state = State()
         self.clock = Clock(self.state, budget_hours * 3600, max_steps)
-        # Of this process alone:
-        self.fetched_row = (
-            -1
-        )  # the micro-batch that is on the device, perhaps ahead of its time: ...
-        self.fetched_rows = None  # ... where it begins, and its rows
-        self.first_row = 0  # where it began to read
+        # Of this process alone. The micro-batch on the device, perhaps ahead of its time: where
+        # it begins, and its rows.
+        self.fetched_row = -1
+        self.fetched_rows = None
+        self.first_row = 0  # state.row when this process began to train
         self.saved_at = 0.0  # when it saved last, by time.monotonic() ...
         self.saved_steps = -1  # ... and how many steps had been applied by then
         self.retry_at = 0.0  # when a save that failed is tried again
@@ -255,7 +254,7 @@ class Run:
 def build_optimizers(named):
     """[AdamW or Adam, and perhaps Muon] of {name: parameter}.
 
-    Muon takes the blocks' matrices; of the rest tables and matrices decay, norms and biases do not.
+    Muon takes the blocks' matrices; of the rest all decays but norms and biases.
     Each group keeps its peak learning rate as "peak_lr"."""
     matrices, decayed, exempt = [], [], []
     for name, p in named.items():
@@ -305,7 +304,7 @@ def batch_at(run, row, n_mask):
     Masks and dropout are drawn from (seed, row) alone: any rank, before or after any resume, gets
     the same batch for the same n_mask and micro_batch."""
     drawn_from = np.random.SeedSequence((seed, row)).generate_state(1)[0]
-    torch.manual_seed(int(drawn_from))  # 32 bits: a CPU heeds no more
+    torch.manual_seed(int(drawn_from))  # a CPU heeds 32 bits of a seed
     shares = mask_token_share, random_token_share
     return draw_masks(fetch(run, row), most_masks(), n_mask, vocab_size, *shares)
 
@@ -658,7 +657,7 @@ def main():
         compile_loss(run, held_out_sets[15][0])
         clock.spent["compiling"] = time.monotonic() - clock.started
         state.compile_seconds += clock.spent["compiling"]
-    # A larger budget takes progress back: then evaluations are due again.
+    # Where a larger budget has taken progress back, evaluations become due again.
     state.evals_done = min(state.evals_done, int(clock.progress() * evals))
     form = "{percentage:3.0f}%|{bar}|{postfix}"
     bar = tqdm(total=1.0, disable=parallel.RANK > 0 or None, bar_format=form)
@@ -716,7 +715,7 @@ def main():
                 foretold = True
     except (SystemExit, OSError):
         # Rows that changed or ranks that are gone (SystemExit), a disk that fails (OSError): what
-        # was learnt is kept. After unusable steps the checkpoint of before is the better one.
+        # was learnt is kept. After unusable steps nothing was: the checkpoint of before stands.
         if parallel.RANK == 0 and not state.skipped_in_row:
             save(run)
         raise

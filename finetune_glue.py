@@ -22,7 +22,7 @@ from nanocram.configurator import configure, require
 
 # fmt: off
 model = "out/fineweb_edu"  # folder of a run of train.py; the results go there too
-glue_dir = ""              # folder of the official files (CoLA/train.tsv, …); '' = from the Hub
+glue_dir = ""              # folder of the official files (CoLA/train.tsv, perhaps .gz); '' = Hub
 tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # wnli, which the paper leaves out, can be named
 seeds = 5                  # fine-tunings of each task: fresh layers, dropout, order of rows differ
 epochs = 5                 # passes over a task's training data
@@ -74,7 +74,7 @@ class Candidate:
 
     name: str
     weights: str  # fingerprint of all that fine-tuning starts from
-    encode: Callable  # [(sentence,) or (first, second), …] -> its rows: (ids, length of the first)
+    encode: Callable  # [(sentence,) or (first, second), …] -> rows: (ids, length of the first)
     build: Callable  # number of outputs -> module: (ids, attention_mask, token_types) -> outputs
     pad: int
     two_types: bool  # whether token types tell the first sentence from the second

@@ -287,7 +287,7 @@ def build_optimizers(named):
 
 
 def fetch(run, row):
-    """Rows row … row + micro_batch − 1 on the device; called ahead of time it queues them there."""
+    """The micro_batch rows from `row` on, on the device; called ahead of time it queues them."""
     if run.fetched_row != row:
         rows = run.rows.read(row, micro_batch)
         on_gpu = run.device.type == "cuda"

@@ -41,9 +41,8 @@ def load_meta(folder, **wanted):
     for name, value in wanted.items():
         have = meta[name]
         if have != value:
-            sys.exit(
-                f"{folder} is of {name}={have}, not {value}: type --{name}={have} or prepare anew"
-            )
+            way_out = f"type --{name}={have} or prepare anew"
+            sys.exit(f"{folder} is of {name}={have}, not {value}: {way_out}")
     # The small files by their checksums; train.bin by its size, and whenever it is read.
     for name, checksum in sums.items():
         file = path.with_name(name)
@@ -78,7 +77,7 @@ class Rows:
         self.read(0, 1)
 
     def read(self, start, n):
-        """Rows start … start + n − 1 as int64 (n, seq_len); behind the last row comes the first."""
+        """n rows from start on, int64 (n, seq_len); behind the last row comes the first again."""
         size = self.path.stat().st_size if self.path.exists() else 0
         wanted = 2 * self.count * self.seq_len
         if size != wanted:
@@ -109,7 +108,7 @@ class Rows:
 def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
     """Choose n ≤ k_max tokens to predict in each of rows (B, T): (ids, positions, labels).
 
-    Positions (B, k_max) are uniform without replacement among 1 … T − 1: never [CLS], [SEP] like
+    Positions (B, k_max) are uniform without replacement from 1 to T − 1: never [CLS], [SEP] like
     any other. Of the first n, mask_share become [MASK] and random_share a random token."""
     B, T = rows.shape
     # The K largest of T − 1 random numbers: K places without replacement, in random order.
@@ -129,7 +128,7 @@ def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
 
 
 def held_out(rows, batch):
-    """{rate: [(ids, positions, labels), …]} of held-out rows (N, T), 15 % and 25 % of them [MASK].
+    """{rate: [(ids, positions, labels), …]} of held-out rows (N, T), at rates of 15 and 25 %.
 
     Both rates share positions and shapes: one compiled graph serves both. Rows without labels fill
     up the last batch."""

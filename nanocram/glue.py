@@ -96,7 +96,7 @@ def parts(name, with_tests):
 
 
 def read(name, split, glue_dir):
-    """(texts [(sentence,) or (first, second), …], labels) of a split; labels of test sets are None.
+    """(texts [(sentence,) or (first, second), …], labels) of a split; test sets have None.
 
     From the official files in glue_dir, or from the Hub where that is ''. Raises FileNotFoundError
     for a file that is missing, ValueError for one that is damaged; either says what to do."""

@@ -42,10 +42,9 @@ def pick(device, dtype):
         # A GPU that torch cannot use would mean a day on the CPU; one that the user hid is meant.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
         if torch.version.cuda and DRIVER.exists() and not hidden and not has_cuda:
-            advice = (
-                f"update its driver for CUDA {torch.version.cuda}, or take a torch for an older one"
-            )
-            sys.exit(f"torch cannot use this GPU: {advice} from pytorch.org, or type --device=cpu")
+            driver = f"update its driver for CUDA {torch.version.cuda}"
+            older = "take a torch for an older CUDA from pytorch.org"
+            sys.exit(f"torch cannot use this GPU: {driver}, or {older}, or type --device=cpu")
         device = next(name for name in available if available[name])
     if not available[device]:
         sys.exit(f"device={device}, but this build of torch sees no such device: type --device=cpu")

@@ -3,10 +3,11 @@
     torchrun --nproc_per_node=8 train.py --budget_hours=24
     torchrun --nproc_per_node=2 train.py config/tiny.py --device=cpu   # two processes on a CPU
 
-Of the micro-batches of a step, rank r of N computes those numbered r, r + N, …, with the masks that
-one process alone would draw, and the gradients are summed once a step: N learn what one would. It
-is not DistributedDataParallel: at the start of a batch ramp there may be fewer micro-batches than
-ranks, and those with nothing to compute would leave the others waiting in the backward pass.
+Of the micro-batches of a step, rank r of N computes those numbered r, r + N and so on, with the
+masks that one process alone would draw, and the gradients are summed once a step: N learn what one
+would. It is not DistributedDataParallel: at the start of a batch ramp there may be fewer
+micro-batches than ranks, and those with nothing to compute would leave the others waiting in the
+backward pass.
 """
 
 import os

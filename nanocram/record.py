@@ -86,9 +86,9 @@ def resume(folder, settings, step, elapsed):
     except ValueError as e:
         sys.exit(f"{e}: mend it or move it away, then resume")
     seconds = logged - elapsed
-    lost = (
-        f"; {seconds:.0f} s that were logged after its checkpoint are lost" if seconds >= 1 else ""
-    )
+    lost = ""
+    if seconds >= 1:
+        lost = f"; {seconds:.0f} s that were logged after its checkpoint are lost"
     print(f"resumed at step {step:,}, {elapsed / 3600:.2f} hours into the run{lost}")
 
 

@@ -48,6 +48,14 @@ def pick(device, dtype):
         device = next(name for name in available if available[name])
     if not available[device]:
         sys.exit(f"device={device}, but this build of torch sees no such device: type --device=cpu")
+    if device == "cuda" and torch.version.cuda:  # AMD's cards are numbered otherwise
+        capability = torch.cuda.get_device_capability()
+        architectures = torch.cuda.get_arch_list()
+        if not has_kernels(capability, architectures):
+            card = f"{torch.cuda.get_device_name()} (sm_{capability[0]}{capability[1]})"
+            built = f"torch {torch.__version__} is built for {' '.join(architectures)}"
+            other = "take one from pytorch.org that is (older cards: for an older CUDA)"
+            sys.exit(f"{built}, not for this {card}: {other}, or type --device=cpu")
     if dtype == "auto":
         no_bf16 = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else no_bf16
@@ -60,6 +68,24 @@ def pick(device, dtype):
     if device == "cpu":
         keep_freed_memory()
     return torch.device(device), getattr(torch, dtype)
+
+
+def has_kernels(capability, architectures):
+    """Whether a build of torch for architectures like "sm_80" runs on a card of that capability.
+
+    Machine code (sm) serves later cards of its major version, PTX (compute) all later ones, what
+    ends in "a" no other card (CUDA C++ Programming Guide, compute capabilities)."""
+    for architecture in architectures:
+        kind, digits, suffix = re.fullmatch(r"(\w+)_(\d+)(\w?)", architecture).groups()
+        built_for = divmod(int(digits), 10)
+        same_major = built_for[0] == capability[0]
+        if suffix == "a":
+            serves = built_for == capability
+        else:
+            serves = built_for <= capability and (same_major or kind == "compute")
+        if serves:
+            return True
+    return False
 
 
 def native_bf16(device):
@@ -142,9 +168,10 @@ def describe(device):
     """Versions, hardware, commit of this code and the date: a dict of strings and numbers."""
     commit = ""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    with contextlib.suppress(OSError):  # no git
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no git, or a disk that hangs
         here = Path(__file__).parent
-        commit = subprocess.run(command, cwd=here, capture_output=True, text=True).stdout.strip()
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=20)
+        commit = done.stdout.strip()
     name = torch.cuda.get_device_name() if device.type == "cuda" else processor()
     facts = {"python": platform.python_version(), "torch": torch.__version__}
     facts |= {"numpy": np.__version__, "system": platform.platform()}

@@ -12,6 +12,7 @@ a model folder that loads in transformers, all kept current.
 One step, in main(): progress -> learning rate, rows, masks -> accumulate() -> update().
 """
 
+import gc
 import math
 import os
 import sys
@@ -30,7 +31,7 @@ seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours for the whole run
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
-micro_batch = 256               # rows per forward pass; lower it where memory runs out
+micro_batch = 256               # rows per forward pass; halved by itself where memory runs out
 batch_size = 4096               # rows per optimiser step from batch_ramp on: 0.5M tokens
 batch_start = 1024              # rows per optimiser step at the start
 batch_ramp = 0.6                # share of the run over which it grows (paper 4.3); 0 = at once
@@ -49,7 +50,7 @@ beta1 = 0.9                     # of AdamW and Adam
 beta2 = 0.95                    # of AdamW and Adam; the paper has 0.98
 adam_eps = 1e-10                # of AdamW and Adam; the paper has 1e-12
 grad_clip = 1.0                 # largest norm of the gradient, all together; 0 = no clipping
-schedule = "trapezoid"          # trapezoid | triangle (the paper's) | cosine | linear
+schedule = "trapezoid"          # trapezoid | triangle (the paper's) | cosine | linear | constant
 warmup = 0.01                   # first share of the run, in which the rate rises (not triangle)
 cooldown = 0.65                 # last share of the run, in which the rate falls to 0 (trapezoid)
 # the model: the paper's size, natively a ModernBERT (see model.py)
@@ -114,10 +115,12 @@ RETRY_SECONDS = 60  # after a save that failed
 
 
 def lr_scale(progress):
-    """Learning rates as a share of their peaks: 0 at the end, but for a trapezoid of cooldown 0."""
+    """Learning rates as a share of their peaks; 0 at the end, unless constant or cooldown is 0."""
     if schedule == "triangle":  # the paper's: 0.25 at the start, 1 at 3/4, 0 at the end
         return min(0.25 + progress, 4 - 4 * progress)
     rise = progress / warmup if progress < warmup else 1.0
+    if schedule == "constant":
+        return rise
     if schedule == "trapezoid":
         fall = (1 - progress) / cooldown if cooldown else 1.0
         return max(0.0, min(rise, fall))
@@ -161,7 +164,7 @@ class State:
     step_seconds: float = 0.0  # what the last step took
     eval_seconds: float = 0.0  # what the last evaluation took
     save_seconds: float = 0.0  # what the last save took
-    compile_seconds: float = 0.0  # what compiling took, summed over all resumes
+    compile_seconds: float = 0.0  # what warm_up() took, summed over all resumes
     last: dict = field(default_factory=dict)  # columns of log.csv, of the last step
 
 
@@ -371,21 +374,86 @@ def drop_gradients(run):
         p.grad = None
 
 
-def compile_loss(run, held_out_batch):
-    """Compile run.loss_fn, once for training and once for evaluation; say so if that fails."""
+def warm_up(run, held_out_rows):
+    """Compile run.loss_fn if asked, and halve micro_batch until a step fits in memory.
+
+    Returns data.held_out() of the rows, in batches of that size."""
+    global micro_batch
     eager = run.loss_fn
-    run.loss_fn = torch.compile(eager, dynamic=False)
+    while True:
+        held_out_sets = held_out(held_out_rows, micro_batch)
+        if compile and not offload:
+            run.loss_fn = torch.compile(eager, dynamic=False)
+        is_too_large = not fits(run, eager, held_out_sets[15][0])
+        if not parallel.anyone(is_too_large):
+            return held_out_sets
+        smaller = smaller_micro_batch()
+        if not smaller:
+            raise MemoryError
+        print(f"out of memory with micro_batch={micro_batch}: going on with {smaller}", flush=True)
+        micro_batch = smaller
+        # Nothing of the larger size stays: its rows, what was compiled for it, its freed memory.
+        run.fetched_row = -1
+        run.fetched_rows = None
+        torch.compiler.reset()
+        gc.collect()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def smaller_micro_batch():
+    """The largest that is at most half of micro_batch and divides the batch; 0 if it is 1."""
+    for n in range(micro_batch // 2, 0, -1):
+        if batch_size % n == 0 and batch_start % n == 0:
+            return n
+    return 0
+
+
+def micro_batch_that_fitted():
+    """What this run had to halve micro_batch to before it was stopped, if the same is asked for."""
+    asked = record.read_facts(out_dir).get("asked_micro_batch")
+    fitted = record.read_settings(out_dir).get("micro_batch")
+    if asked != micro_batch or fitted not in range(1, micro_batch):
+        return micro_batch
+    if batch_size % fitted or batch_start % fitted:  # the batch is another one now
+        return micro_batch
+    print(f"micro_batch={fitted}, since {micro_batch} did not fit in memory")
+    return fitted
+
+
+def fits(run, eager, held_out_batch):
+    """Whether a step fits in memory; where run.loss_fn does not compile, eager takes its place."""
     try:
-        run.loss_fn(*batch_at(run, run.state.row, mask_count(0))).backward()
-        if parallel.RANK == 0:
-            held_out_loss(run, [held_out_batch])
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as e:  # no compiler, no Triton, a card too old: whatever inductor raises
+        rehearse(run, held_out_batch)
+    except Exception as e:  # whatever inductor raises: no compiler, no Triton, a card too old
+        if safety.is_out_of_memory(e):
+            return False
+        if run.loss_fn is eager:
+            raise
         print(f"torch.compile does not work here, going on without it: {safety.first_line(e)}")
         run.loss_fn = eager
-        run.model.train()  # where it was the evaluation that failed
-    drop_gradients(run)
+        return fits(run, eager, held_out_batch)
+    finally:
+        drop_gradients(run)
+        run.model.train()
+    return True
+
+
+def rehearse(run, held_out_batch):
+    """All that a step and an evaluation have in memory at a time; no weight changes.
+
+    The second micro-batch finds the gradients of the first, beside room for all that the optimisers
+    will remember. Both graphs are compiled here: of training and of evaluation."""
+    room = []
+    for o in run.optimizers:
+        moments = 1 if isinstance(o, Muon) else 2
+        params = [p for group in o.param_groups for p in group["params"]]
+        if not o.state:  # a resumed one has them already
+            room += [torch.empty_like(p) for p in params for _ in range(moments)]
+    for _ in range(2):
+        run.loss_fn(*batch_at(run, run.state.row, mask_count(0))).backward()
+    if parallel.RANK == 0:
+        held_out_loss(run, [held_out_batch])
 
 
 @torch.no_grad()
@@ -466,6 +534,14 @@ def evaluation_is_due(run, number):
     return number > run.state.evals_done and run.state.eval_seconds < run.clock.left()
 
 
+def is_hopeless(number, held_out_loss):
+    """Whether evaluation `number` is that of an eighth of the budget, with a loss above 6.
+
+    After 3 of 24 hours the paper's code can end such a run. Runs of minutes are above it longer."""
+    is_long = budget_hours >= 1 and not max_steps
+    return is_long and number == math.ceil(evals / 8) and held_out_loss > 6
+
+
 def save_is_due(run):
     """Whether it is time for a checkpoint, and it fits in before the reserve begins.
 
@@ -489,15 +565,26 @@ def throughput(run):
 
 
 def forecast(run, progress):
-    """What the rest of the budget holds at the speed so far, in one line."""
+    """What the rest of the run holds at the speed so far, in a line, and a warning if need be."""
     speed, _ = throughput(run)
-    tokens = speed * (run.clock.budget_seconds - run.clock.elapsed())
-    rows = tokens / seq_len
-    # Each hundredth of the time has as many rows, in steps as large as the batch ramp has them.
-    moments = [progress + (1 - progress) * i / 100 for i in range(100)]
-    steps = sum(rows / 100 / batch_rows(moment) for moment in moments)
+    batches = [batch_rows(progress + (1 - progress) * i / 100) for i in range(100)]
+    if max_steps:
+        steps = max_steps - run.state.step
+        rows = steps * sum(batches) / 100
+    else:
+        # Each hundredth of the time has as many rows, in steps as large as the ramp has them.
+        rows = speed * (run.clock.budget_seconds - run.clock.elapsed()) / seq_len
+        steps = sum(rows / 100 / batch for batch in batches)
+    tokens = rows * seq_len
     rest = f"{steps:,.0f} steps, {tokens / 1e6:,.1f}M tokens, {rows / run.rows.count:.2f} epochs"
-    return f"{speed:,.0f} tokens/s: the rest holds {rest}"
+    said = f"{speed:,.0f} tokens/s: the rest holds {rest}"
+    # A curriculum is one pass through sorted rows (paper 4.4): its first part is another data set.
+    share = (run.state.row + rows) / run.rows.count
+    if run.meta["settings"]["order"] == "curriculum" and share < 0.95:
+        fits_in = int(share * run.meta["counts"]["tokens_read"])
+        said += f"\nWARNING: of the sorted rows only the first {share:.0%} will be read: "
+        said += f"type prepare.py ... --max_tokens={fits_in}"
+    return said
 
 
 def status(run, progress):
@@ -545,7 +632,7 @@ def check_settings():
     # fmt: off
     require(globals(), {
         "init": ("scratch", "resume"), "optimizer": ("muon", "adamw", "adam"),
-        "schedule": ("trapezoid", "triangle", "cosine", "linear"),
+        "schedule": ("trapezoid", "triangle", "cosine", "linear", "constant"),
         "device": ("auto", "cuda", "mps", "cpu"),
         "dtype": ("auto", "bfloat16", "float16", "float32"),
         "seed": (0, 2**62), "max_steps": (0, 2**62), "budget_hours": (0, 1e6),
@@ -578,24 +665,37 @@ def check_settings():
         sys.exit(e)
 
 
-def begin_record(run, wandb):
-    """Make out_dir ready; say what this run is, and what of it may surprise."""
-    values = {name: globals()[name] for name in settings(__file__)}
-    if init == "resume":
-        record.resume(run.folder, values, run.state.step, run.clock.earlier)
-    else:
-        record.new_folder(run.folder)
+def write_facts(run, asked_micro_batch):
+    """Write run.json: the settings, what they make, the text, the machine."""
     size = sum(weight.numel() for weight in run.weights.values())
     rate = run.matmul_rate / parallel.WORLD
     facts = {"parameters": size, "flops_per_token": run.flops_per_token, "matmul_flops": rate}
     facts |= {"amp_dtype": str(run.amp_dtype), "processes": parallel.WORLD}
+    facts["asked_micro_batch"] = asked_micro_batch  # the setting is less where memory was full
     text = run.meta["settings"]
     corpus = {"source": text["source"], "normalisation": text["normalisation"]}
     facts |= {"data": run.meta["sha256"]["train.bin"], "corpus": corpus | run.meta["counts"]}
     facts |= machine.describe(run.device)
-    record.write_facts(run.folder, data_dir, values, facts)
+    record.write_facts(run.folder, data_dir, all_settings(), facts)
+
+
+def all_settings():
+    """{name: value} of the settings as they are now."""
+    return {name: globals()[name] for name in settings(__file__)}
+
+
+def begin_record(run, asked_micro_batch, wandb):
+    """Make out_dir ready; say what this run is, and what of it may surprise."""
+    if init == "resume":
+        record.resume(run.folder, all_settings(), run.state.step, run.clock.earlier)
+    else:
+        record.new_folder(run.folder)
+    write_facts(run, asked_micro_batch)
     if wandb:
-        run.wandb = wandb.init(project=wandb_project, name=run.folder.name, config=values)
+        name = run.folder.name
+        run.wandb = wandb.init(project=wandb_project, name=name, config=all_settings())
+    size = sum(weight.numel() for weight in run.weights.values())
+    rate = run.matmul_rate / parallel.WORLD
     work = f"{size / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP per token"
     speed = f"multiplies matrices of {run.amp_dtype} at {rate / 1e12:.2f} TFLOP/s"
     print(f"{work}; {run.device.type} {speed}", flush=True)
@@ -609,7 +709,11 @@ def begin_record(run, wandb):
 
 def main():
     # Whatever is wrong with settings, machine and data is said before anything is written.
+    global micro_batch
     config = check_settings()
+    asked_micro_batch = micro_batch
+    if init == "resume":
+        micro_batch = micro_batch_that_fitted()
     wandb = record.find_wandb() if wandb_project else None
     parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
@@ -623,7 +727,7 @@ def main():
     counts = meta["counts"]
     train_rows = Rows(folder / "train.bin", counts["rows"], seq_len, vocab_size)
     val_rows = Rows(folder / "val.bin", counts["val_rows"], seq_len, vocab_size)
-    held_out_sets = held_out(val_rows.read(0, min(val_rows.count, eval_rows)), micro_batch)
+    held_out_rows = val_rows.read(0, min(val_rows.count, eval_rows))
     if offload:
         sizes = micro_batch, seq_len, most_masks()
         print(memory_plan(config, amp_dtype, *sizes, pinned=dev.type == "cuda"), flush=True)
@@ -640,7 +744,7 @@ def main():
         if clock.progress() >= 1:
             sys.exit("the run used up its budget: type a larger --budget_hours (or --max_steps)")
     if parallel.RANK == 0:
-        begin_record(run, wandb)
+        begin_record(run, asked_micro_batch, wandb)
 
     # The first signal asks the loop to end and save; a second one ends the process at once.
     def stop_run():
@@ -648,20 +752,22 @@ def main():
 
     safety.stop_at_signals(stop_run)
 
-    # The clock starts. Compiling counts, though the schedule begins after it. An offloaded model is
-    # not compiled: fully_shard's hooks would break its graph at every block.
+    # The clock starts. Compiling and finding a micro_batch that fits count, though the schedule
+    # begins after them. An offloaded model is not compiled: fully_shard's hooks break its graph.
     clock.start()
     run.saved_at = clock.started
     run.first_row = state.row
-    if compile and not offload:
-        compile_loss(run, held_out_sets[15][0])
-        clock.spent["compiling"] = time.monotonic() - clock.started
-        state.compile_seconds += clock.spent["compiling"]
+    before = micro_batch
+    held_out_sets = warm_up(run, held_out_rows)
+    if parallel.RANK == 0 and micro_batch < before:
+        write_facts(run, asked_micro_batch)
+    clock.spent["compiling"] = time.monotonic() - clock.started
+    state.compile_seconds += clock.spent["compiling"]
     # Where a larger budget has taken progress back, evaluations become due again.
     state.evals_done = min(state.evals_done, int(clock.progress() * evals))
     form = "{percentage:3.0f}%|{bar}|{postfix}"
     bar = tqdm(total=1.0, disable=parallel.RANK > 0 or None, bar_format=form)
-    foretold = bool(max_steps)  # there is no budget to foretell
+    foretold = False
     try:
         while True:
             # What is due now: rank 0 evaluates, logs and saves, the others wait for it below.
@@ -673,6 +779,8 @@ def main():
                     when = f"{clock.elapsed() / 60:7.1f} min  step {state.step:6,}"
                     both = f"{losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
                     bar.write(f"{when}  held-out loss {both}")
+                    if is_hopeless(number, losses["val_loss_15"]):
+                        bar.write("WARNING: that is still above 6: few such runs come to anything")
                     if samples:
                         sentence = sentences()[state.evals_done % len(sentences())]
                         bar.write(guesses(run, tokenizer, sentence))
@@ -743,11 +851,10 @@ def main():
 def less_memory():
     """What to type where memory does not suffice."""
     advice = []
-    for n in range(micro_batch // 2, 0, -1):
-        if batch_size % n == 0 and batch_start % n == 0:
-            now = f"now {micro_batch}; the batch stays at {batch_size} rows"
-            advice.append(f"--micro_batch={n} ({now})")
-            break
+    smaller = smaller_micro_batch()
+    if smaller:
+        now = f"now {micro_batch}; the batch stays at {batch_size} rows"
+        advice.append(f"--micro_batch={smaller} ({now})")
     if not offload and parallel.WORLD == 1 and device != "mps":
         other = " --optimizer=adamw" if optimizer == "muon" else ""
         advice.append(f"--offload=True{other}")

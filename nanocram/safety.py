@@ -78,6 +78,11 @@ def first_line(error, length=150):
     return text.splitlines()[0][:length]
 
 
+def is_out_of_memory(error):
+    """Whether an exception is about memory: the CPU's allocator raises a plain RuntimeError."""
+    return any(words in repr(error).lower() for words in OUT_OF_MEMORY)
+
+
 class Unbreakable:
     """A text stream that a full disk or a closed pipe behind it does not stop: a day goes on."""
 
@@ -110,8 +115,8 @@ def run(main, where, then, less_memory=lambda: "a smaller model"):
         sys.exit(f"\nstopped: {then}")
     except OSError as e:
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
-    except (MemoryError, RuntimeError) as e:  # the CPU's allocator raises a plain RuntimeError
-        if not any(words in repr(e).lower() for words in OUT_OF_MEMORY):
+    except (MemoryError, RuntimeError) as e:
+        if not is_out_of_memory(e):
             raise
         sys.exit(f"out of memory: type {less_memory()}")
 

@@ -2,12 +2,14 @@ import functools
 import json
 import math
 import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import new_run, put, train_step
+from conftest import ROOT, SMALL_MODEL, new_run, put, train_step
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,6 +40,22 @@ def test_trapezoid(setting):
 def test_triangle_is_the_papers(setting):
     setting(schedule="triangle")
     assert [module.lr_scale(p) for p in (0, 0.25, 0.75, 0.875, 1)] == [0.25, 0.5, 1, 0.5, 0]
+
+
+def test_constant(setting):
+    setting(schedule="constant", warmup=0.1)
+    assert [module.lr_scale(p) for p in (0, 0.05, 0.1, 0.5, 1)] == [0, 0.5, 1, 1, 1]
+
+
+def test_a_run_that_learns_nothing_is_warned_of(setting):
+    """At the evaluation of an eighth of a budget of an hour or more, once, and no other."""
+    setting(evals=20, budget_hours=24.0, max_steps=0)
+    assert [n for n in range(21) if module.is_hopeless(n, 6.1)] == [3]
+    assert not module.is_hopeless(3, 5.9)
+    setting(budget_hours=0.05)
+    assert not module.is_hopeless(3, 6.1)
+    setting(budget_hours=24.0, max_steps=500)
+    assert not module.is_hopeless(3, 6.1)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -379,12 +397,16 @@ def test_a_resumed_clock(train, setting, spent, reached):
     assert other.clock.progress() == pytest.approx(reached, abs=0.02)
 
 
+def held_out_rows(run):
+    return run.rows.read(0, 9)
+
+
 def test_compiled_equals_eager(train, setting):
     """Loss and every gradient of a compiled micro-batch against eager ones."""
-    setting(n_layer=1)
+    setting(n_layer=1, compile=True)
     run = new_run()
     batch, eager = module.batch_at(run, 0, 20), run.loss_fn
-    module.compile_loss(run, batch)
+    module.warm_up(run, held_out_rows(run))
     assert run.loss_fn is not eager
     gradients = []
     for loss_fn in (run.loss_fn, eager):
@@ -413,7 +435,9 @@ def test_two_graphs_serve_the_whole_run(train, setting, monkeypatch, capsys):
     assert not counters["graph_break"]
 
 
-def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
+def test_compile_falls_back_with_one_line(train, setting, monkeypatch, capsys):
+    setting(compile=True)
+
     def broken(f, **options):
         def call(*args):
             raise RuntimeError("no compiler\nlong trace")
@@ -422,8 +446,8 @@ def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "compile", broken)
     run = new_run()
-    eager, batch = run.loss_fn, module.batch_at(run, 0, 5)
-    module.compile_loss(run, batch)
+    eager = run.loss_fn
+    module.warm_up(run, held_out_rows(run))
     assert run.loss_fn is eager
     said = capsys.readouterr().out
     assert said == "torch.compile does not work here, going on without it: no compiler\n"
@@ -435,7 +459,7 @@ def test_compile_falls_back_with_one_line(train, monkeypatch, capsys):
         return call
 
     monkeypatch.setattr(torch, "compile", broken_in_evaluation)
-    module.compile_loss(run, batch)
+    module.warm_up(run, held_out_rows(run))
     # Or there would be no dropout until the next evaluation.
     assert run.loss_fn is eager and run.model.training
 
@@ -500,6 +524,85 @@ def test_a_gpu_that_torch_cannot_use(train, monkeypatch, tmp_path):
     assert machine.pick("cpu", "auto")[0].type == "cpu"
     with pytest.raises(SystemExit, match=r"update its driver for CUDA 13\.0, or take"):
         train.main()
+
+
+# What torch 2.13's wheel for CUDA 13 is built for.
+WHEEL = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "serves"),
+    [
+        ((7, 0), WHEEL, False),  # V100
+        ((7, 5), WHEEL, True),  # T4
+        ((8, 9), WHEEL, True),  # 4090, by the machine code of sm_86
+        ((9, 0), WHEEL, True),  # H200
+        ((12, 1), WHEEL, True),  # by sm_120
+        ((13, 0), WHEEL, True),  # a card to come, by the PTX of compute_120
+        ((13, 0), WHEEL[:-1], False),
+        ((8, 0), ["sm_86"], False),  # no code runs on an earlier card
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100a"], False),  # "a" is for this very card
+        ((10, 3), ["sm_100f"], True),  # "f" for its family
+    ],
+)
+def test_kernels_for_a_card(capability, architectures, serves):
+    """NVIDIA's rules of compatibility, by the cards that people have."""
+    assert machine.has_kernels(capability, architectures) == serves
+
+
+def test_a_card_without_kernels_is_one_line(train, monkeypatch):
+    """is_available() is true for it, and the first kernel would fail in the middle of a trace."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: WHEEL)
+    with pytest.raises(SystemExit) as e:
+        train.main()
+    said = str(e.value)
+    assert "not for this Tesla V100-SXM2-16GB (sm_70)" in said
+    assert "type --device=cpu" in said and "\n" not in said
+    assert not Path(train.out_dir).exists()
+
+
+def test_git_that_hangs_does_not_hang_a_run(monkeypatch):
+    def hangs(command, **how):
+        if command[0] == "git":
+            raise subprocess.TimeoutExpired(command, how["timeout"])
+        return run(command, **how)
+
+    run = subprocess.run
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert machine.describe(torch.device("cpu"))["commit"] == "unknown"
+
+
+def test_a_curriculum_that_will_not_be_read_once(train, setting):
+    """Sorted rows are warned of where the run's rows, by its steps or its speed, are fewer."""
+    setting(max_steps=10, batch_ramp=0.0, batch_size=16)
+    run = new_run()
+    run.rows.count = 320
+    run.meta["counts"]["tokens_read"] = 100_000
+    assert "WARNING" not in module.forecast(run, 0.0)
+    run.meta["settings"]["order"] = "curriculum"
+    said = module.forecast(run, 0.0)
+    assert said.endswith(
+        "WARNING: of the sorted rows only the first 50% will be read: "
+        "type prepare.py ... --max_tokens=50000"
+    )
+    run.rows.count = 160
+    assert "WARNING" not in module.forecast(run, 0.0)
+
+    # By the clock: 80 rows a second for 10 s more.
+    setting(max_steps=0)
+    run.clock = module.Clock(run.state, 10.0, 0)
+    run.clock.spent["training"] = 1.0
+    run.state.row = 80
+    run.rows.count = 1760
+    assert "the first 50% will be read" in module.forecast(run, 0.0)
+    run.rows.count = 880
+    assert "WARNING" not in module.forecast(run, 0.0)
 
 
 def test_offload_and_mps(train, setting, monkeypatch):
@@ -616,6 +719,141 @@ def test_the_log_survives_a_cut_line_and_a_resume(tmp_path):
     with pytest.raises(ValueError, match="has lost its first line"):
         record.drop_rows_after(tmp_path, 10)
     assert (tmp_path / "log.csv").read_text() == text.partition("\n")[2]
+
+
+@pytest.fixture
+def small_memory(train, monkeypatch):
+    """small_memory(rows): from now on a forward pass of more rows finds no memory."""
+    make_loss = module.make_loss
+    tried = []
+
+    def limit(most):
+        def make_limited(*args):
+            loss_fn = make_loss(*args)
+
+            def limited(ids, positions, labels):
+                tried.append(len(ids))
+                if len(ids) > most:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                return loss_fn(ids, positions, labels)
+
+            return limited
+
+        monkeypatch.setattr(module, "make_loss", make_limited)
+        return tried
+
+    return limit
+
+
+def run_json(train):
+    return json.loads((Path(train.out_dir) / "run.json").read_text())
+
+
+def test_micro_batch_halves_until_it_fits(train, setting, small_memory, capsys):
+    """The same steps as with the size that fits; a resume keeps it, if asked for the same."""
+    tried = small_memory(3)
+    setting(micro_batch=8, batch_size=16, batch_start=8, max_steps=4)
+    train.main()
+    said = capsys.readouterr().out
+    assert "out of memory with micro_batch=8: going on with 4" in said
+    assert "out of memory with micro_batch=4: going on with 2" in said
+    assert max(tried[tried.index(2) :]) == 2  # evaluations too
+    facts = run_json(train)
+    assert facts["settings"]["micro_batch"] == 2 and facts["asked_micro_batch"] == 8
+    rows = record.read_log(train.out_dir)
+    assert rows[-1]["step"] == 4 and {row["batch_size"] for row in rows[1:]} == {8, 16}
+
+    # From scratch with what was found: the same run.
+    setting(micro_batch=2, out_dir=train.out_dir + "2")
+    train.main()
+    again = record.read_log(train.out_dir)
+    assert [row["val_loss_15"] for row in (rows[-1], again[-1])] == [again[-1]["val_loss_15"]] * 2
+
+    # A resume with the same command goes on with 2 at once; another wish is tried anew.
+    setting(out_dir=train.out_dir[:-1], micro_batch=8, init="resume", max_steps=6)
+    tried.clear()
+    train.main()
+    assert set(tried) == {2}
+    assert "micro_batch=2, since 8 did not fit in memory" in capsys.readouterr().out
+    assert run_json(train)["settings"]["micro_batch"] == 2
+    assert run_json(train)["asked_micro_batch"] == 8
+    setting(micro_batch=4, max_steps=8)
+    tried.clear()
+    train.main()
+    assert tried[0] == 4
+
+
+def test_a_micro_batch_of_one_row_that_does_not_fit(train, setting, small_memory):
+    small_memory(0)
+    setting(micro_batch=3, batch_size=6, batch_start=3, max_steps=4)
+    with pytest.raises(MemoryError):
+        train.main()
+    assert module.micro_batch == 1
+    assert module.less_memory().endswith("a smaller model") and "micro" not in module.less_memory()
+
+
+def test_nothing_compiled_for_a_larger_size_stays(train, setting, monkeypatch):
+    """What torch keeps for the loss's code: two graphs, not those of 8 rows as well."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: compile_(f, backend="eager", **kw))
+    rehearse = module.rehearse
+
+    def full_at_its_end(*args):
+        rehearse(*args)
+        if module.micro_batch > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(module, "rehearse", full_at_its_end)
+    setting(compile=True, n_layer=1, micro_batch=8)
+    run = new_run()
+    code = run.loss_fn.__code__
+    sets = module.warm_up(run, held_out_rows(run))
+    assert module.micro_batch == 4 and len(sets[15][0][0]) == 4
+    run.loss_fn(*module.batch_at(run, 0, 20))
+    kept = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
+    assert len(kept) == 2
+
+
+# While warm_up() runs, the process may take so many bytes more than it has.
+LIMITED = """
+import resource
+import train
+from nanocram import machine, safety
+
+machine.keep_freed_memory = lambda: None
+machine.matmul_rate = lambda *where: 1e12
+warm_up = train.warm_up
+
+
+def limited(*args):
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(open("/proc/self/statm").read().split()[0])
+    limit = pages * resource.getpagesize() + 200_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        return warm_up(*args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+train.warm_up = limited
+for name, value in SETTINGS.items():
+    setattr(train, name, value)
+safety.run(train.main, "out", "then", train.less_memory)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits memory by Linux's means")
+def test_a_real_allocator_that_refuses(data_dir, tmp_path):
+    """In a real process, whose address space has no room for 1,024 rows at a time."""
+    settings = SMALL_MODEL | {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
+    settings |= {"micro_batch": 1024, "batch_size": 1024, "batch_start": 1024, "max_steps": 1}
+    code = LIMITED.replace("SETTINGS", repr(settings | {"samples": ""}))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "out of memory with micro_batch=1024: going on with 512\n" in done.stdout
+    assert "1 steps, 0 of them skipped; 131,072 tokens" in done.stdout
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["micro_batch"] < 1024
 
 
 def test_advice_where_memory_runs_out(setting):

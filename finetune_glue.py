@@ -4,8 +4,12 @@
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
     python finetune_glue.py --model=out/fineweb_edu --baseline=scratch  # the pre-training's worth
 
-The protocol is that of arXiv 2212.14034, section 5. The model's folder gets glue.md, the table, and
-glue.json, every seed's scores; after a stop the same command does what is not in there yet.
+    # Four at once share out the tasks; by arithmetic that halves the hours on a large GPU.
+    for t in mnli qqp qnli cola,sst2,mrpc,stsb,rte; do python finetune_glue.py --tasks=$t & done
+
+The protocol is that of arXiv 2212.14034, section 5; docs/how_it_works.md lists what differs. The
+model's folder gets glue.md, the table, and glue.json, every seed's scores; after a stop the same
+command does what is not in there yet.
 """
 
 import math
@@ -25,16 +29,19 @@ model = "out/fineweb_edu"  # folder of a run of train.py; the results go there t
 glue_dir = ""              # folder of the official files (CoLA/train.tsv, perhaps .gz); '' = Hub
 tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # wnli, which the paper leaves out, can be named
 seeds = 5                  # fine-tunings of each task: fresh layers, dropout, order of rows differ
+first_seed = 0             # number of the first one: other processes may do others, for one table
 epochs = 5                 # passes over a task's training data
-baseline = ""              # instead: scratch (the same, not pre-trained) | hf:PATH_OR_NAME
-save_models = False        # keep the classifier of each task's first seed, as MODEL/TASK
+baseline = ""              # instead: scratch (not pre-trained) | hf:PATH_OR_NAME | hf:…-untrained
+save_models = False        # keep the classifier of each task's seed 0, as MODEL/TASK
 predict_test = False       # write the files for gluebenchmark.com too, for runs done before as well
 glue_batch = 16            # rows per optimiser step
 glue_lr = 4e-5             # peak learning rate of AdamW
-glue_warmup = 0.1          # share of the steps in which it rises; then a cosine down to 0
+glue_warmup = 0.1          # share of the steps in which it rises
+glue_schedule = "cosine"   # cosine | linear: how it then falls to 0
 glue_beta2 = 0.98          # of AdamW; beta1 is 0.9
 glue_eps = 1e-6            # of AdamW
-glue_weight_decay = 0.0    # of AdamW, decoupled
+glue_weight_decay = 0.0    # of AdamW, decoupled; not of norms and biases
+glue_pooling = "cls"       # what the classifier reads: cls | mean (over all tokens)
 glue_dropout = 0.1         # in the blocks and before the classifier
 glue_seq_len = 128         # longest input in tokens; what is longer is cut
 hf_batch = 32              # rows per step of --baseline=hf:…, as the paper did with BERT
@@ -61,11 +68,12 @@ from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values, those of BERT for --baseline=hf:…; a table names what a run did otherwise.
 # fmt: off
-PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_beta2": 0.98, "glue_eps": 1e-6,
-         "glue_weight_decay": 0.0, "glue_seq_len": 128}
-PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1}
+PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_schedule": "cosine", "glue_beta2": 0.98,
+         "glue_eps": 1e-6, "glue_weight_decay": 0.0, "glue_seq_len": 128}
+PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "glue_pooling": "cls"}
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 # fmt: on
+LINE_SECONDS = 180.0  # between two lines about progress where there is no terminal
 
 
 @dataclass
@@ -118,7 +126,7 @@ def our_candidate(folder, scratch):
         masked_lm = MaskedLM(config)
         if not scratch:
             masked_lm.load_state_dict(pretrained.state_dict())
-        return Classifier(masked_lm, n_outputs, glue_dropout)
+        return Classifier(masked_lm, n_outputs, glue_dropout, glue_pooling)
 
     name = folder.resolve().name + (" without pre-training" if scratch else "")
     vocabulary = glue.fingerprint((folder / "tokenizer.json").read_bytes())
@@ -131,10 +139,16 @@ def our_candidate(folder, scratch):
 class HuggingFace(nn.Module):
     """A classifier of transformers with the signature of ours."""
 
-    def __init__(self, name, n_outputs, **options):
+    def __init__(self, name, n_outputs, untrained=False, **options):
+        from transformers import AutoConfig
         from transformers import AutoModelForSequenceClassification as Auto
 
         super().__init__()
+        if untrained:
+            config = AutoConfig.from_pretrained(name, num_labels=n_outputs, **options)
+            self.model = Auto.from_config(config, dtype=torch.float32)
+            self.info = {"missing_keys": [], "mismatched_keys": []}
+            return
         options |= {"num_labels": n_outputs, "dtype": torch.float32, "output_loading_info": True}
         # An old head may have had other labels.
         self.model, self.info = Auto.from_pretrained(name, ignore_mismatched_sizes=True, **options)
@@ -146,14 +160,18 @@ class HuggingFace(nn.Module):
 
 
 def hugging_face_candidate(name):
-    """The Candidate of an encoder of transformers, a folder or a name on the Hub; exits if none."""
+    """The Candidate of an encoder of transformers, a folder or a name on the Hub; exits if none.
+
+    NAME-untrained is the architecture of NAME, and its tokenizer, with weights drawn anew."""
+    untrained = name.endswith("-untrained")
+    name = name.removesuffix("-untrained")
     try:
         from transformers import AutoTokenizer, logging
 
         logging.set_verbosity_error()  # or each fine-tuning tells that the classifier is new
         logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(name)
-        net = HuggingFace(name, 2)
+        net = HuggingFace(name, 2, untrained)
         words = tokenizer.backend_tokenizer.to_str()
     except ModuleNotFoundError as e:
         sys.exit(f"--baseline=hf:{name} needs a package: pip install {e.name}")
@@ -184,9 +202,10 @@ def hugging_face_candidate(name):
                 first = batch["token_type_ids"][i].count(0) if two_types else len(ids)
                 yield np.array(ids), first
 
-    build = partial(HuggingFace, name, local_files_only=True)
-    tensors = [tensor.numpy().tobytes() for tensor in base.values()]
+    build = partial(HuggingFace, name, untrained=untrained, local_files_only=True)
+    tensors = [] if untrained else [tensor.numpy().tobytes() for tensor in base.values()]
     weights = glue.fingerprint(words, config.to_json_string(), *tensors)
+    name += " without pre-training" if untrained else ""
     return Candidate(name, weights, encode, build, pad, two_types, hf_batch, hf_lr, PAPER_BERT)
 
 
@@ -233,12 +252,44 @@ def read_tasks(candidate, names):
     return result
 
 
+class Progress:
+    """How far all fine-tunings are: a bar on a terminal, elsewhere a line every few minutes.
+
+    It counts what costs: tokens on a CPU, but steps on a GPU, where a step costs its launches.
+    lengths: for each fine-tuning, those of its training rows."""
+
+    def __init__(self, lengths, batch, dev):
+        self.by_tokens = dev.type == "cpu"
+        if self.by_tokens:
+            total = epochs * sum(int(length.sum()) for length in lengths)
+        else:
+            total = epochs * sum(max(1, len(length) // batch) for length in lengths)
+        unit = " tokens" if self.by_tokens else " steps"
+        self.bar = tqdm(total=total, unit=unit, unit_scale=True, disable=None, smoothing=0.02)
+        self.done = 0
+        self.started = self.told = time.monotonic()
+
+    def tick(self, tokens):
+        """Count a step of so many tokens."""
+        count = tokens if self.by_tokens else 1
+        self.done += count
+        self.bar.update(count)
+        now = time.monotonic()
+        if self.bar.disable and now - self.told > LINE_SECONDS:
+            self.told = now
+            elapsed = now - self.started
+            print(tqdm.format_meter(self.done, self.bar.total, elapsed, ascii=True), flush=True)
+
+
 def lr_share(step, steps):
-    """Learning rate as a share of its peak: a linear warm-up, then a cosine from 1 to 0."""
+    """Learning rate as a share of its peak: a linear warm-up, then a cosine or line from 1 to 0."""
     warm = int(glue_warmup * steps)
     if step < warm:
         return step / warm
-    return 0.5 + 0.5 * math.cos(math.pi * (step - warm) / (steps - warm))
+    progress = (step - warm) / (steps - warm)
+    if glue_schedule == "linear":
+        return 1 - progress
+    return 0.5 + 0.5 * math.cos(math.pi * progress)
 
 
 def fine_tune(candidate, net, data, seed, amp_dtype, tick):
@@ -248,7 +299,10 @@ def fine_tune(candidate, net, data, seed, amp_dtype, tick):
     lr = candidate.lr
     betas = (0.9, glue_beta2)
     fused = dev.type in ("cuda", "cpu")
-    optimizer = AdamW(net.parameters(), lr, betas, glue_eps, glue_weight_decay, fused=fused)
+    matrices = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    optimizer = AdamW(groups, lr, betas, glue_eps, glue_weight_decay, fused=fused)
     # Gradients in float16 underflow unless they are scaled; in other precisions this does nothing.
     scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
     # Rows of like length share a batch, so that little is padded: not the paper's, but faster.
@@ -330,12 +384,16 @@ def glue_entry(candidate, dev, amp_dtype):
     }
 
 
+def seed_numbers():
+    return range(first_seed, first_seed + seeds)
+
+
 def find_finished(entry, data):
     """{(task, seed): run} of glue.json on these data whose answers and classifier are there."""
     result = {}
     for run in glue.stored_runs(model, entry):
         name, seed = run["task"], run["seed"]
-        if name not in data or seed >= seeds:
+        if name not in data or seed not in seed_numbers():
             continue
         same_data = data_facts(data[name]).items() <= run.items()
         written = glue.written_answers(data[name], Path(model) / f"submission/seed{seed}")
@@ -385,12 +443,15 @@ def check_settings():
     counts = ("seeds", "epochs", "glue_batch", "hf_batch")
     shares = ("glue_lr", "hf_lr", "glue_warmup", "glue_beta2", "glue_eps", "glue_dropout")
     limits = dict.fromkeys(counts, (1, 65536)) | dict.fromkeys(shares, (0, 0.99999))
-    limits |= {"glue_weight_decay": (0, 1e3), "glue_seq_len": (16, 65536)}
+    limits |= {"glue_weight_decay": (0, 1e3), "glue_seq_len": (16, 65536), "first_seed": (0, 65536)}
+    limits |= {"glue_schedule": ("cosine", "linear"), "glue_pooling": ("cls", "mean")}
     limits |= {"device": ("auto", "cuda", "mps", "cpu")}
     limits |= {"dtype": ("auto", "bfloat16", "float16", "float32")}
     require(globals(), limits)
     if baseline not in ("", "scratch") and not re.match("hf:.", baseline):
         sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
+    if save_models and first_seed:
+        sys.exit("--save_models keeps the classifiers of seed 0: leave out --first_seed")
     if baseline and (save_models or predict_test):
         sys.exit("--save_models and --predict_test are for the model: leave them out or --baseline")
     if not Path(model).is_dir():
@@ -423,7 +484,7 @@ def main():
     # The data, and what has been done with them already.
     data = read_tasks(candidate, names)
     entry = glue_entry(candidate, dev, amp_dtype)
-    wanted = [(name, seed) for name in data for seed in range(seeds)]
+    wanted = [(name, seed) for name in data for seed in seed_numbers()]
     finished = find_finished(entry, data)
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.json already")
@@ -432,15 +493,15 @@ def main():
 
     # Each task with each seed. One that diverges does not end the others.
     todo = [job for job in wanted if job not in finished]
-    total = sum(int(data[name]["train"]["length"].sum()) * epochs for name, _ in todo)
-    bar = tqdm(total=total, unit=" tokens", unit_scale=True, disable=None, smoothing=0.02)
+    lengths = [data[name]["train"]["length"] for name, _ in todo]
+    progress = Progress(lengths, candidate.batch, dev)
     failed = []
     for name, seed in todo:
         job = f"{name}, seed {seed}"
-        bar.set_description(job)
+        progress.bar.set_description(job)
         splits = data[name]
         try:
-            run = fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, bar.update)
+            run = fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, progress.tick)
         except FloatingPointError as e:
             failed.append(f"{job}: {e}")
             continue
@@ -448,8 +509,8 @@ def main():
         glue.add_runs(folder, entry, [run])
         scores = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
         speed = f"{run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s"
-        bar.write(f"{job}: {scores}  ({speed})")
-    bar.close()
+        progress.bar.write(f"{job}: {scores}  ({speed})")
+    progress.bar.close()
 
     # The table of everything in glue.json.
     if predict_test:

@@ -157,13 +157,13 @@ class Attention(nn.Module):
     def forward(self, x, source, rope, mask, positions):
         """Vectors x (B, K, C), from positions (B, K) of a row, look at all of source (B, T, C).
 
-        positions None: x is at all T positions. rope: cos and sin (max_seq_len, D), or None.
-        mask (B, 1, 1, T): False at padding; or None."""
+        positions None: x is at all T positions. rope: cos and sin (T, D) in the dtype of queries,
+        or None. mask (B, 1, 1, T), added to the scores: 0, or −inf at padding; or None."""
         q = self.heads(self.Wq(x))  # (B, H, K, D)
         k = self.heads(self.Wk(source))  # (B, H, T, D)
         v = self.heads(self.Wv(source))
         if rope is not None:
-            cos, sin = (table[: source.shape[1]].to(q.dtype) for table in rope)  # (T, D)
+            cos, sin = rope
             k = rotate(k, cos, sin)
             at = slice(None) if positions is None else positions[:, None]  # (B, 1, K)
             q = rotate(q, cos[at], sin[at])
@@ -251,11 +251,19 @@ class Encoder(nn.Module):
             self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
     def forward(self, ids, attention_mask=None, token_types=None, positions=None):
+        x = self.embeddings(ids, token_types)  # (B, T, C)
+        # Tables and mask in the dtype of the queries, once: each block would cast them anew.
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        rope = None
+        if self.rope:
+            T = ids.shape[1]
+            rope = self.rope_cos[:T].to(dtype), self.rope_sin[:T].to(dtype)
         mask = None
         if attention_mask is not None:
-            mask = attention_mask.bool()[:, None, None]  # (B, 1, 1, T)
-        rope = (self.rope_cos, self.rope_sin) if self.rope else None
-        x = self.embeddings(ids, token_types)  # (B, T, C)
+            dtype = torch.float32 if x.is_cpu else dtype  # what attention computes in
+            padding = ~attention_mask.bool()[:, None, None]  # (B, 1, 1, T)
+            mask = torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, mask)
         source = x
@@ -357,13 +365,17 @@ def make_loss(model, device, amp_dtype):
 
 
 class Classifier(nn.Module):
-    """Logits from the hidden state of [CLS]: head, dropout, linear.
+    """Logits from one vector of a row: head, dropout, linear.
 
+    pooling: cls takes the hidden state of [CLS], mean the mean over all tokens but the padding.
     The head is the masked language model's; a dense-tanh where that has none."""
 
-    def __init__(self, masked_lm, n_labels, dropout=0.1):
+    def __init__(self, masked_lm, n_labels, dropout=0.1, pooling="cls"):
         super().__init__()
+        if pooling not in ("cls", "mean"):
+            raise ValueError(f"pooling={pooling} is unknown: choose cls or mean")
         self.config = masked_lm.config
+        self.pooling = pooling
         self.model = masked_lm.model
         width = self.config.n_embd
         init = init_weights(width)
@@ -376,6 +388,12 @@ class Classifier(nn.Module):
         """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS].
 
         attention_mask (B, T) is 1 at real tokens, 0 at padding."""
-        cls = torch.zeros_like(ids[:, :1])  # its position in each row
-        hidden = self.model(ids, attention_mask, token_types, cls)[:, 0]  # (B, C)
-        return self.classifier(self.drop(self.head(hidden)))
+        if self.pooling == "cls":
+            cls = torch.zeros_like(ids[:, :1])  # its position in each row
+            pooled = self.model(ids, attention_mask, token_types, cls)[:, 0]  # (B, C)
+        else:
+            hidden = self.model(ids, attention_mask, token_types)  # (B, T, C)
+            real = torch.ones_like(ids) if attention_mask is None else attention_mask
+            real = real[..., None].to(hidden.dtype)  # (B, T, 1)
+            pooled = (hidden * real).sum(1) / real.sum(1)
+        return self.classifier(self.drop(self.head(pooled)))

@@ -97,6 +97,8 @@ def save(model, folder, labels=None):
     state = to_folder_keys(model.state_dict(), model.config)
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
     config = folder_config(model.config, labels)
+    if labels is not None:
+        config["classifier_pooling"] = model.pooling  # ModernBERT's name for it
     write_text(folder / "config.json", json.dumps(config, indent=2))
     write_beside(folder / "model.safetensors", write)
 
@@ -110,7 +112,8 @@ def load(folder, device="cpu"):
         state = load_file(Path(folder) / "model.safetensors")
         model = MaskedLM(ModelConfig(**config["nanocram"]))
         if "id2label" in config:
-            model = Classifier(model, len(config["id2label"]))
+            pooling = config.get("classifier_pooling", "cls")
+            model = Classifier(model, len(config["id2label"]), pooling=pooling)
         wrong = misfit(state, to_folder_keys(model.state_dict(), model.config))
         if wrong:
             raise ValueError(wrong)

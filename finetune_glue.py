@@ -3,13 +3,11 @@
     python finetune_glue.py --model=out/fineweb_edu                     # eight tasks, from the Hub
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
     python finetune_glue.py --model=out/fineweb_edu --baseline=scratch  # the pre-training's worth
-
-    # Four at once share out the tasks; by arithmetic that halves the hours on a large GPU.
     for t in mnli qqp qnli cola,sst2,mrpc,stsb,rte; do python finetune_glue.py --tasks=$t & done
 
-The protocol is that of arXiv 2212.14034, section 5; docs/how_it_works.md lists what differs. The
+The protocol is that of arXiv 2212.14034, section 5; docs/how_it_works.md says where it is not. The
 model's folder gets glue.md, the table, and glue.json, every seed's scores; after a stop the same
-command does what is not in there yet.
+command does what is not in there yet. Four processes at once suit a GPU that one leaves waiting.
 """
 
 import math
@@ -256,16 +254,15 @@ class Progress:
     """How far all fine-tunings are: a bar on a terminal, elsewhere a line every few minutes.
 
     It counts what costs: tokens on a CPU, but steps on a GPU, where a step costs its launches.
-    lengths: for each fine-tuning, those of its training rows."""
+    lengths: of the training rows, for each fine-tuning."""
 
     def __init__(self, lengths, batch, dev):
         self.by_tokens = dev.type == "cpu"
-        if self.by_tokens:
-            total = epochs * sum(int(length.sum()) for length in lengths)
-        else:
-            total = epochs * sum(max(1, len(length) // batch) for length in lengths)
-        unit = " tokens" if self.by_tokens else " steps"
-        self.bar = tqdm(total=total, unit=unit, unit_scale=True, disable=None, smoothing=0.02)
+        tokens = sum(int(length.sum()) for length in lengths)
+        steps = sum(max(1, len(length) // batch) for length in lengths)
+        unit, once = (" tokens", tokens) if self.by_tokens else (" steps", steps)
+        options = {"unit": unit, "unit_scale": True, "disable": None, "smoothing": 0.02}
+        self.bar = tqdm(total=epochs * once, **options)
         self.done = 0
         self.started = self.told = time.monotonic()
 
@@ -384,16 +381,12 @@ def glue_entry(candidate, dev, amp_dtype):
     }
 
 
-def seed_numbers():
-    return range(first_seed, first_seed + seeds)
-
-
 def find_finished(entry, data):
     """{(task, seed): run} of glue.json on these data whose answers and classifier are there."""
     result = {}
     for run in glue.stored_runs(model, entry):
         name, seed = run["task"], run["seed"]
-        if name not in data or seed not in seed_numbers():
+        if name not in data or not first_seed <= seed < first_seed + seeds:
             continue
         same_data = data_facts(data[name]).items() <= run.items()
         written = glue.written_answers(data[name], Path(model) / f"submission/seed{seed}")
@@ -484,7 +477,8 @@ def main():
     # The data, and what has been done with them already.
     data = read_tasks(candidate, names)
     entry = glue_entry(candidate, dev, amp_dtype)
-    wanted = [(name, seed) for name in data for seed in seed_numbers()]
+    numbers = range(first_seed, first_seed + seeds)
+    wanted = [(name, seed) for name in data for seed in numbers]
     finished = find_finished(entry, data)
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.json already")

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -184,34 +185,45 @@ def test_batches_are_padded_as_transformers_pads_them(model, settings, sentences
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5])
-def test_the_learning_rate_is_transformers_cosine(settings, warmup):
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_the_learning_rate_is_that_of_transformers(settings, kind, warmup):
     settings.setattr(ft, "glue_warmup", warmup)
+    settings.setattr(ft, "glue_schedule", kind)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, int(warmup * 57), 57)
+    schedule = transformers.get_scheduler(kind, optimizer, int(warmup * 57), 57)
     for step in range(57):
         assert ft.lr_share(step, 57) == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         schedule.step()
 
 
-@pytest.mark.parametrize(("task", "n_outputs"), [("stsb", 1), ("mnli", 3)])
-def test_training_equals_a_plain_loop_around_transformers(model, settings, task, n_outputs):
+@pytest.mark.parametrize(
+    ("task", "n_outputs", "pooling", "decay"), [("stsb", 1, "cls", 0.0), ("mnli", 3, "mean", 30.0)]
+)
+def test_training_equals_a_plain_loop_around_transformers(
+    model, settings, task, n_outputs, pooling, decay
+):
     """Same batches, weights and settings: the library's loop has the same outputs at the end."""
     settings.setattr(ft, "glue_dropout", 0.0)
     settings.setattr(ft, "glue_lr", 1e-3)
+    settings.setattr(ft, "glue_pooling", pooling)
+    settings.setattr(ft, "glue_weight_decay", decay)
     candidate = ft.our_candidate(model, False)
     data = Ragged(ft.tokenised(candidate, task, "train"), candidate.pad, False, torch.device("cpu"))
     torch.manual_seed(5)
     net = candidate.build(n_outputs)
     kind = "regression" if n_outputs == 1 else None
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
-        model, num_labels=n_outputs, problem_type=kind
+        model, num_labels=n_outputs, problem_type=kind, classifier_pooling=pooling
     ).train()
     theirs.classifier.load_state_dict(net.classifier.state_dict())
     before = ft.predict(net, data, torch.float32)
 
     facts = ft.fine_tune(candidate, net, data, 3, torch.float32, lambda tokens: None)
-    optimizer = torch.optim.AdamW(theirs.parameters(), 1e-3, (0.9, 0.98), 1e-6, weight_decay=0.0)
+    groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, p in theirs.named_parameters():
+        groups["norm" in name or "bias" in name]["params"].append(p)
+    optimizer = torch.optim.AdamW(groups, 1e-3, (0.9, 0.98), 1e-6, weight_decay=decay)
     steps = [rows for epoch in range(2) for rows in batches_by_length(data.length, 8, (3, epoch))]
     schedule = transformers.get_cosine_schedule_with_warmup(
         optimizer, int(0.1 * len(steps)), len(steps)
@@ -273,6 +285,45 @@ def test_dropout_is_on_in_training_alone(model, settings):
     assert net.training
 
 
+@pytest.mark.parametrize(("device", "unit"), [("cpu", "tok"), ("cuda", "st")])
+def test_progress_is_told_in_what_costs(model, settings, capsys, device, unit):
+    """Tokens on a CPU, up to the rest that an epoch drops; steps elsewhere, each one of them."""
+    candidate = ft.our_candidate(model, False)
+    data = Ragged(ft.tokenised(candidate, "rte", "train"), 0, False, torch.device("cpu"))
+    settings.setattr(ft, "LINE_SECONDS", 0.0)
+    settings.setattr(candidate, "batch", 6)
+    progress = ft.Progress([data.length] * 2, 6, torch.device(device))
+    for seed in range(2):
+        net = candidate.build(2)
+        ft.fine_tune(candidate, net, data, seed, torch.float32, progress.tick)
+    whole = progress.bar.total
+    if device == "cuda":
+        # Two fine-tunings of two epochs of 40 rows in batches of 6.
+        assert progress.done == whole == 2 * 2 * 6
+    else:
+        longest = sorted(data.length)[-4:]
+        assert whole == 2 * 2 * data.length.sum()
+        assert whole - 2 * 2 * sum(longest) <= progress.done < whole
+    # One line each time, for this is no terminal.
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * 2 * 6
+    shares = [int(line.split("%")[0]) for line in lines]
+    assert shares == sorted(shares) and shares[-1] > 85
+    assert "\r" not in "".join(lines)
+
+
+def test_a_log_is_not_silent_for_hours(model, settings, capsys):
+    """As main() has it: no line about progress in its first minutes."""
+    progress = ft.Progress([np.array([50, 60])], 1, torch.device("cpu"))
+    progress.tick(50)
+    assert capsys.readouterr().out == ""
+    progress.told -= ft.LINE_SECONDS + 1
+    progress.tick(60)
+    progress.tick(50)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(" 50%") and "110/220" in line
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, data_dir, glue_files):
     """A model folder after an undisturbed run of cola and stsb, two seeds, and what it printed."""
@@ -298,13 +349,13 @@ def test_a_run_leaves_a_table_and_every_score(finished, glue_files):
     assert "seed 0: matthews" in printed and "rows/s" in printed
 
 
-def start(model, glue_files, **flags):
-    """The script as a process of its own, once it has finished its first fine-tuning."""
+def start(model, glue_files, wait=True, **flags):
+    """The script as a process of its own; wait: once it has finished its first fine-tuning."""
     wanted = quick(glue_files) | {"model": model} | flags
     flags = [f"--{name}={value}" for name, value in wanted.items()]
     command = [sys.executable, str(ROOT / "finetune_glue.py"), *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while process.poll() is None and not (model / "glue.json").exists():
+    while wait and process.poll() is None and not (model / "glue.json").exists():
         time.sleep(0.01)
     return process
 
@@ -341,6 +392,42 @@ def seeds_of_cola(model):
     page = (model / "glue.md").read_text()
     (line,) = [line for line in page.splitlines() if line.startswith("| CoLA")]
     return int(line.split("|")[6])
+
+
+def test_seeds_are_shared_out(finished, model, glue_files):
+    """Processes with seeds of their own fill one table; scores are those of one with all seeds."""
+    for first, count in ((1, 2), (0, 1)):
+        done = run(model, glue_files, tasks="cola", first_seed=first, seeds=count)
+        assert done.returncode == 0 and "already" not in done.stdout
+    assert "; seeds: 3 " in done.stdout
+    (entry,) = results(model)
+    assert sorted(found["seed"] for found in entry["runs"]) == [0, 1, 2]
+    one = scores(finished[0])
+    assert all(scores(model)["cola", seed] == one["cola", seed] for seed in range(2))
+    again = run(model, glue_files, tasks="cola", seeds=4)
+    assert "3 of 4 fine-tunings are in" in again.stdout
+    later = run(model, glue_files, tasks="cola", first_seed=2, seeds=2)
+    assert "2 of 2 fine-tunings are in" in later.stdout
+
+
+@pytest.mark.slow
+def test_processes_that_share_out_seeds_and_tasks_at_once_lose_nothing(model, glue_files):
+    parts = [("cola,rte", 0), ("cola,rte", 2), ("stsb", 0), ("stsb", 2)]
+    started = [start(model, glue_files, wait=False, tasks=t, first_seed=n) for t, n in parts]
+    for process in started:
+        printed, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, printed
+    assert sorted(scores(model)) == [(t, s) for t in ("cola", "rte", "stsb") for s in range(4)]
+    assert (model / "glue.md").read_text().count("; seeds: 4 ") == 1
+
+
+def test_the_commands_that_share_out_the_tasks_leave_none_out():
+    """In the docstring, which --help shows, and in the README."""
+    for text in (ft.__doc__, (ROOT / "README.md").read_text(encoding="utf-8")):
+        parts = re.search(r"for t in ([\w, ]+); do python finetune_glue.py .*--tasks=\$t", text)[1]
+        assert len(parts.split()) == 4
+        named = parts.replace(" ", ",").split(",")
+        assert sorted(named) == sorted(ft.tasks.split(","))
 
 
 def test_other_data_are_not_what_was_done(finished, glue_files, tmp_path):
@@ -398,13 +485,19 @@ def test_both_baselines_land_in_the_same_table(finished, tmp_path, glue_files):
     name = f"hf:{finished[0]}"
     theirs = run(folder, glue_files, baseline=name, tasks="stsb", hf_batch=8)
     assert theirs.returncode == 0 and "batch 8, AdamW 2e-05" in theirs.stdout, theirs.stdout
-    ours, other, third = results(folder)
+    # Of its weights nothing is read.
+    bare = shutil.copytree(finished[0], tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    flags = {"tasks": "stsb", "hf_batch": 8, "seeds": 1, "epochs": 1}
+    fresh = run(folder, glue_files, baseline=f"hf:{bare}-untrained", **flags)
+    assert f"| {bare} without pre-training, epochs=1" in fresh.stdout, fresh.stdout
+    ours, other, third, _ = results(folder)
     assert ours["runs"] == results(finished[0])[0]["runs"]
     assert other["system"].startswith("model without pre-training, ") and len(other["runs"]) == 2
     assert third["system"].startswith(f"{finished[0]}, ") and len(third["runs"]) == 2
     page = (folder / "glue.md").read_text()
     assert "| model without pre-training, epochs=2" in page and "hf_batch=8" in page
-    assert page.count("## ") == 3
+    assert page.count("## ") == 4
 
 
 def encoder(kind, folder, data_dir):
@@ -447,6 +540,37 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir, sent
     ft.fine_tune(candidate, net, data, 0, torch.float32, lambda tokens: None)
     after = ft.predict(net, data, torch.float32)
     assert before.shape == (40, 3) and not np.allclose(before, after, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
+def test_an_untrained_encoder_has_the_architecture_and_fresh_weights(kind, tmp_path, data_dir):
+    """Drawn by the seed, N(0, initializer_range) as the library draws them; none are loaded."""
+    folder = encoder(kind, tmp_path, data_dir)
+    trained = ft.hugging_face_candidate(str(folder))
+    with torch.no_grad():
+        wanted = trained.build(3).model.state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(7)
+    candidates = [ft.hugging_face_candidate(f"{folder}-untrained") for _ in range(2)]
+    assert candidates[0].name == f"{folder} without pre-training"
+    assert candidates[0].weights == candidates[1].weights != trained.weights
+    pairs = [("the first sentence", "the second")] * 2
+    for (ids, first), (others, second) in zip(
+        trained.encode(pairs), candidates[0].encode(pairs), strict=True
+    ):
+        assert np.array_equal(ids, others) and first == second
+    states = []
+    for candidate, seed in zip([*candidates, candidates[0]], (0, 0, 1), strict=True):
+        torch.manual_seed(seed)
+        states.append(candidate.build(3).model.state_dict())
+    a, b, c = states
+    shapes = [{key: t.shape for key, t in state.items()} for state in (wanted, a)]
+    assert shapes[0] == shapes[1]
+    (table,) = [key for key in a if key.endswith("word_embeddings.weight")]
+    assert torch.equal(a[table], b[table]) and a[table].dtype == torch.float32
+    for other in (c[table], wanted[table]):
+        assert not torch.allclose(a[table], other, atol=1e-3)
+    assert a[table].std().item() == pytest.approx(0.02, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
@@ -521,6 +645,11 @@ def test_missing_files_leave_out_what_needs_them(model, glue_files, tmp_path):
         ({"baseline": "hf:nowhere"}, "transformers cannot load nowhere"),
         ({"model": Path("nowhere")}, "not found: name the folder of a run"),
         ({"seeds": 0}, "seeds=0 cannot work"),
+        ({"first_seed": -1}, "first_seed=-1 cannot work"),
+        ({"first_seed": 1, "save_models": True}, "seed 0: leave out --first_seed"),
+        ({"baseline": "hf:nowhere-untrained"}, "transformers cannot load nowhere"),
+        ({"glue_schedule": "step"}, "glue_schedule=step cannot work: it must be cosine or linear"),
+        ({"glue_pooling": "max"}, "glue_pooling=max cannot work: it must be cls or mean"),
         ({"glue_dropout": 1.5}, "glue_dropout=1.5 cannot work"),
         ({"glue_beta2": 1.0}, "glue_beta2=1.0 cannot work"),
         ({"dtype": "int8"}, "dtype=int8 cannot work: it must be auto or bfloat16"),

@@ -7,10 +7,11 @@ import transformers
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import Classifier, MaskedLM, ModelConfig
+from model import Classifier, MaskedLM, ModelConfig, mixed_precision
 from nanocram.configurator import assignments
 from nanocram.model_folder import load, not_native, save
 
@@ -122,6 +123,79 @@ def test_the_classifier_is_modernberts(tmp_path):
     ids, mask = batch()
     with torch.no_grad():
         assert torch.allclose(ours(ids, mask), theirs(ids, attention_mask=mask).logits, atol=1e-5)
+
+
+def test_a_classifier_that_takes_the_mean_is_modernberts_too(tmp_path):
+    """From the folder it is saved as; padding does not count, nor what stands there."""
+    ours = Classifier(random_model(), 3, pooling="mean").eval()
+    save(ours, tmp_path, ("a", "b", "c"))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    again = load(tmp_path)
+    ids, mask = batch()
+    with torch.no_grad():
+        wanted = theirs(ids, attention_mask=mask).logits
+        for found in (ours, again):
+            assert torch.allclose(found(ids, mask), wanted, atol=1e-5)
+            assert torch.allclose(found(ids * mask, mask.bool()), wanted, atol=1e-5)
+        assert torch.allclose(ours(ids), theirs(ids).logits, atol=1e-5)
+        cls = Classifier(random_model(), 3).eval()
+        cls.load_state_dict(ours.state_dict())
+        assert not torch.allclose(cls(ids, mask), wanted, atol=1e-2)
+
+
+@pytest.mark.parametrize("switches", [CRAMMED | SMALL, BERT | SMALL, {"n_narrow": 2}])
+def test_the_mean_is_of_the_rows_own_tokens(switches):
+    """Row by row without padding: the mean of the encoder's outputs through head and classifier."""
+    ours = Classifier(random_model(**switches), 2, pooling="mean").eval()
+    ids, mask = batch()
+    with torch.no_grad():
+        for row, n in enumerate(mask.sum(1).tolist()):
+            hidden = ours.model(ids[row : row + 1, :n])[0]
+            wanted = ours.classifier(ours.head(sum(hidden) / n))
+            assert torch.allclose(ours(ids, mask)[row], wanted, atol=1e-5)
+    with pytest.raises(ValueError, match="pooling=max is unknown: choose cls or mean"):
+        Classifier(random_model(), 2, pooling="max")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_block_gets_the_same_tables_and_mask(dtype):
+    """Cast once a pass; a boolean mask in its place gives the same, to the bit."""
+    model = random_model()
+    ids, mask = batch()
+    seen = []
+
+    def boolean(block, args):
+        seen.append(args)
+        x, rope, _, *rest = args
+        return (x, rope, mask.bool()[:, None, None], *rest)
+
+    with torch.no_grad(), mixed_precision(torch.device("cpu"), dtype):
+        wanted = model(ids, attention_mask=mask)
+        for block in model.model.layers:
+            block.register_forward_pre_hook(boolean)
+        assert torch.equal(model(ids, attention_mask=mask), wanted)
+        model(ids)
+    (_, rope, first, *_), *others = seen[:3]
+    assert first.dtype == torch.float32  # what attention computes in on a CPU
+    assert [table.dtype for table in rope] == [dtype, dtype]
+    for _, tables, again, *_ in others:
+        assert again is first and all(a is b for a, b in zip(tables, rope, strict=True))
+    assert [args[2] for args in seen[3:]] == [None] * 3
+
+
+def test_one_graph_serves_all_batches_of_a_shape():
+    """Neither the precision nor the mask breaks it; only what has another mask compiles anew."""
+    model = random_model()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    ids, mask = batch()
+    with torch.no_grad(), mixed_precision(torch.device("cpu"), torch.bfloat16):
+        for _ in range(3):
+            assert torch.equal(compiled(ids), model(ids))
+        assert counter.frame_count == 1
+        for padding in (mask, mask.flip(0)):
+            assert torch.equal(compiled(ids, None, padding), model(ids, None, padding))
+    assert counter.frame_count == 2
 
 
 def test_the_original_bert_equals_transformers_bert():
@@ -292,7 +366,8 @@ def test_the_recipes_have_their_sizes(name, parameters, monkeypatch):
     import train
 
     for key, (value, _) in assignments(ROOT / f"config/{name}.py", strict=True).items():
-        monkeypatch.setattr(train, key, value, raising=key != "order")  # that one is prepare.py's
+        if hasattr(train, key):  # others are prepare.py's or finetune_glue.py's
+            monkeypatch.setattr(train, key, value)
     config = train.check_settings()
     with torch.device("meta"):
         assert count(MaskedLM(config)) == parameters
@@ -323,9 +398,7 @@ def test_zero_init_makes_every_block_the_identity():
     model = MaskedLM(ModelConfig(**SMALL)).eval()
     ids, _ = batch()
     x = model.model.embeddings(ids)
-    assert torch.equal(
-        model.model.layers[1](x, (model.model.rope_cos, model.model.rope_sin), None), x
-    )
+    assert torch.equal(model.model.layers[1](x, None, None), x)
 
 
 def configs():

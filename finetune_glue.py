@@ -261,8 +261,8 @@ class Progress:
         tokens = sum(int(length.sum()) for length in lengths)
         steps = sum(max(1, len(length) // batch) for length in lengths)
         unit, once = (" tokens", tokens) if self.by_tokens else (" steps", steps)
-        options = {"unit": unit, "unit_scale": True, "disable": None, "smoothing": 0.02}
-        self.bar = tqdm(total=epochs * once, **options)
+        self.form = {"unit": unit, "unit_scale": True}
+        self.bar = tqdm(total=epochs * once, disable=None, smoothing=0.02, **self.form)
         self.done = 0
         self.started = self.told = time.monotonic()
 
@@ -274,8 +274,8 @@ class Progress:
         now = time.monotonic()
         if self.bar.disable and now - self.told > LINE_SECONDS:
             self.told = now
-            elapsed = now - self.started
-            print(tqdm.format_meter(self.done, self.bar.total, elapsed, ascii=True), flush=True)
+            so_far = (self.done, self.bar.total, now - self.started)
+            print(tqdm.format_meter(*so_far, ascii=True, **self.form), flush=True)
 
 
 def lr_share(step, steps):

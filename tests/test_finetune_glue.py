@@ -285,7 +285,7 @@ def test_dropout_is_on_in_training_alone(model, settings):
     assert net.training
 
 
-@pytest.mark.parametrize(("device", "unit"), [("cpu", "tok"), ("cuda", "st")])
+@pytest.mark.parametrize(("device", "unit"), [("cpu", "tokens/s"), ("cuda", "steps/s")])
 def test_progress_is_told_in_what_costs(model, settings, capsys, device, unit):
     """Tokens on a CPU, up to the rest that an epoch drops; steps elsewhere, each one of them."""
     candidate = ft.our_candidate(model, False)
@@ -309,6 +309,7 @@ def test_progress_is_told_in_what_costs(model, settings, capsys, device, unit):
     assert len(lines) == 2 * 2 * 6
     shares = [int(line.split("%")[0]) for line in lines]
     assert shares == sorted(shares) and shares[-1] > 85
+    assert all(unit in line for line in lines[1:])
     assert "\r" not in "".join(lines)
 
 
@@ -321,7 +322,7 @@ def test_a_log_is_not_silent_for_hours(model, settings, capsys):
     progress.tick(60)
     progress.tick(50)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(" 50%") and "110/220" in line
+    assert line.startswith(" 50%") and "110/220 " in line
 
 
 @pytest.fixture(scope="module")
@@ -716,6 +717,17 @@ def test_recipes_for_train_leak_nothing():
     ours = {*configurator.settings(ROOT / "finetune_glue.py")}
     theirs = {*configurator.settings(ROOT / "train.py")}
     assert ours & theirs == {"device", "dtype"}
+
+
+def test_izsak_is_fine_tuned_as_the_papers_authors_do():
+    """Their GLUE.yaml, with which they score this recipe; all others have the protocol."""
+    theirs = {"epochs": 10, "glue_batch": 32, "glue_lr": 2e-5, "glue_warmup": 0.06}
+    theirs |= {"glue_schedule": "linear", "glue_weight_decay": 0.1}
+    ours = {*configurator.settings(ROOT / "finetune_glue.py")}
+    for name in ("izsak", "bert", "bert_minimal_arch", "bert_minimal_train", "crammed"):
+        recipe = configurator.assignments(ROOT / f"config/{name}.py").items()
+        found = {key: value for key, (value, _) in recipe if key in ours}
+        assert found == (theirs if name == "izsak" else {})
 
 
 @pytest.fixture(scope="module")

@@ -477,8 +477,7 @@ def main():
     # The data, and what has been done with them already.
     data = read_tasks(candidate, names)
     entry = glue_entry(candidate, dev, amp_dtype)
-    numbers = range(first_seed, first_seed + seeds)
-    wanted = [(name, seed) for name in data for seed in numbers]
+    wanted = [(name, seed) for name in data for seed in range(first_seed, first_seed + seeds)]
     finished = find_finished(entry, data)
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.json already")

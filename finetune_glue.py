@@ -1,8 +1,8 @@
 """Fine-tune a pre-trained model on GLUE by the paper's protocol, several seeds a task.
 
-    python finetune_glue.py --model=out/fineweb_edu                     # eight tasks, from the Hub
+    python finetune_glue.py --model=out/fineweb                         # eight tasks, from the Hub
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
-    python finetune_glue.py --model=out/fineweb_edu --baseline=scratch  # the pre-training's worth
+    python finetune_glue.py --model=out/fineweb --baseline=scratch      # the pre-training's worth
     for t in mnli qqp qnli cola,sst2,mrpc,stsb,rte; do python finetune_glue.py --tasks=$t & done
 
 The protocol is that of arXiv 2212.14034, section 5; docs/how_it_works.md says where it is not. The
@@ -23,7 +23,7 @@ from pathlib import Path
 from nanocram.configurator import configure, require
 
 # fmt: off
-model = "out/fineweb_edu"  # folder of a run of train.py; the results go there too
+model = "out/fineweb"      # folder of a run of train.py; the results go there too
 glue_dir = ""              # folder of the official files (CoLA/train.tsv, perhaps .gz); '' = Hub
 tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # wnli, which the paper leaves out, can be named
 seeds = 5                  # fine-tunings of each task: fresh layers, dropout, order of rows differ

@@ -24,8 +24,8 @@ from nanocram.configurator import configure, require, settings
 
 # fmt: off
 # the run
-data_dir = "data/fineweb_edu"   # what prepare.py wrote
-out_dir = "out/fineweb_edu"     # where everything goes; a run that is there is moved aside
+data_dir = "data/fineweb"       # what prepare.py wrote
+out_dir = "out/fineweb"         # where everything goes; a run that is there is moved aside
 init = "scratch"                # scratch | resume: go on from out_dir/ckpt.pt
 seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours for the whole run

@@ -6,7 +6,11 @@ next-sentence task; here the schedule spans the budget. Devlin et al.'s own code
 256 rows, a tenth of them 512 tokens long, decouples the decay and clips at 1.
 """
 
+# data: unfiltered and shuffled, for filter and order are crammed BERT's
+data_dir = "data/unfiltered"
 out_dir = "out/bert"
+order = "shuffle"
+filter_ratio = 0.0
 # architecture: learned positions and token types, norms behind the sums, biases everywhere, GELU
 n_layer = 12
 n_inner = 3072

@@ -7,6 +7,9 @@ arch=crammed-bert-simple).
 # data: that of config/crammed.py
 data_dir = "data/crammed"
 out_dir = "out/bert_minimal_arch"
+source = "monology/pile-uncopyrighted"
+source_config = ""
+max_rows = 43166767
 order = "curriculum"
 # architecture
 n_layer = 12
@@ -28,9 +31,9 @@ adam_eps = 1e-12
 weight_decay = 0.01
 grad_clip = 0.5
 schedule = "triangle"
-micro_batch = 128
+micro_batch = 512
 batch_size = 8192
-batch_start = 128
+batch_start = 512
 batch_ramp = 0.6
 mask_rate = 0.25
 mask_rate_end = 0.25

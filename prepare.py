@@ -88,7 +88,7 @@ def find_sources():
         is_pattern = not name or re.search(r"[*?\[{}]", name)
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             how = 'give globs in quotes, like --source="a/*.txt,b.jsonl"; ? stands for a comma'
-            sys.exit(f"no file matches {name}: {how}")
+            sys.exit(f"no file matches {name!r}: {how}")
         found[name] = paths or [name]
     return found
 

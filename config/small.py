@@ -1,4 +1,4 @@
-"""A BERT of 4.8M parameters on 50M tokens of FineWeb-Edu: a quarter of an hour on two CPU cores."""
+"""A BERT of 4.8M parameters on 50M tokens of FineWeb: a quarter of an hour on two CPU cores."""
 
 # prepare.py
 data_dir = "data/small"

@@ -1,5 +1,6 @@
 import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import prepare as module
+from nanocram.configurator import assignments, settings
 from nanocram.tokenizer import CLS, SEP, Tokenizer
 from prepare import join_lines, pack, text_hash
 
@@ -184,7 +187,7 @@ def test_what_becomes_of_documents(monkeypatch):
         (high - 2, 0, 1, "empty"),
     ]
     count = Counter()
-    given = [(key, length, np.full(n, SEP, np.uint16)) for key, length, n, _ in documents]
+    given = [("x", key, length, np.full(n, SEP, np.uint16)) for key, length, n, _ in documents]
     chosen = [outcome for outcome, _ in module.choose(given, count)]
     assert chosen == [outcome for *_, outcome in documents]
     assert count["read"] == len(documents)
@@ -192,6 +195,8 @@ def test_what_becomes_of_documents(monkeypatch):
     assert (count["tokens"], count["characters"]) == (29, 200)
     assert (count["val_tokens"], count["val_characters"]) == (5, 200)
     assert (count["tokens_read"], count["characters_read"]) == (95, 800)
+    of_x = count["sources"]["x"]
+    assert all(of_x[name] == count[name] for name in ("read", "tokens", "characters_read", "kept"))
 
 
 def write_kinds(folder, corpus):
@@ -230,6 +235,109 @@ def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir, prepare, capsy
     assert "no column 'text', it has x: type --text_column=NAME" in printed
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_zstd_files_are_read_or_the_way_to_read_them_is_told(
+    tmp_path, corpus, data_dir, prepare, monkeypatch, is_there
+):
+    write_kinds(tmp_path, corpus)
+    path = tmp_path / "e.jsonl.zst"
+    if is_there:
+        zstandard = pytest.importorskip("zstandard")
+        path.write_bytes(zstandard.compress((tmp_path / "b.jsonl").read_bytes()))
+        prepare(tmp_path / "out", path, text_column="body")
+        assert same(tmp_path / "out", data_dir)
+    else:
+        path.write_bytes(b"(\xb5/\xfd")
+        monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
+        with pytest.raises(SystemExit, match="zstd not supported: type pip install zstandard"):
+            prepare(tmp_path / "out", path)
+
+
+def documents_of(path):
+    return [text.strip() for text in path.read_text().split("\n\n")]
+
+
+def put_as_source(monkeypatch, lengths):
+    """Make documents of these lengths what the sources give; {name: [texts]}."""
+    texts = {}
+    for name, sizes in lengths.items():
+        texts[name] = [f"{name}{i}".ljust(size, ".") for i, size in enumerate(sizes)]
+    monkeypatch.setattr(module, "read_documents", lambda name, errors: iter(texts[name]))
+    return texts
+
+
+LENGTHS = st.lists(st.integers(5, 60), max_size=30)
+
+
+@given(LENGTHS, LENGTHS, LENGTHS, st.tuples(*[st.integers(1, 9)] * 3))
+def test_turns_are_as_long_as_the_weights_say(first, second, third, weights):
+    sources = {name: name for name in "abc"}
+    with pytest.MonkeyPatch.context() as patch:
+        texts = put_as_source(patch, dict(zip("abc", (first, second, third), strict=True)))
+        patch.setattr(module, "weights", "")
+        everything = list(module.in_turns(sources, {}))
+        patch.setattr(module, "weights", ",".join(map(str, weights)))
+        mixed = list(module.in_turns(sources, {}))
+    for name in "abc":
+        assert [text for source, text in everything if source == name] == texts[name]
+        given_out = [text for source, text in mixed if source == name]
+        assert given_out == texts[name][: len(given_out)]
+    # One of them was read to its end, and nowhere is one more than a document ahead of its share.
+    ended = [sum(source == name for source, _ in mixed) == len(texts[name]) for name in "abc"]
+    assert any(ended)
+    turns = dict.fromkeys("abc", 0.0)
+    for name, text in mixed:
+        turns[name] += len(text) / weights["abc".index(name)]
+        assert max(turns.values()) - min(turns.values()) <= 60 / min(weights)
+
+
+@pytest.fixture
+def two_sources(tmp_path, corpus):
+    """A text file of 25 documents and two .jsonl of 15; the three paths."""
+    texts = documents_of(corpus)
+    (tmp_path / "a.txt").write_text("\n\n".join(texts[:25]))
+    for name, some in (("b1.jsonl", texts[25:33]), ("b2.jsonl", texts[33:])):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+    return tmp_path
+
+
+def test_several_sources_are_one_data_set(tmp_path, corpus, prepare, two_sources, capsys):
+    out = tmp_path / "out"
+    names = [f"{two_sources}/a.txt", f"{two_sources}/b?.jsonl"]
+    meta = prepare(out, f"{names[0]}, {names[1]}")
+    train, val = documents_and_reference(corpus, out)
+    assert (meta["counts"]["kept"], meta["counts"]["held_out"]) == (len(train), len(val))
+    texts = documents_of(corpus)
+    of_source = meta["counts"]["sources"]
+    printed = capsys.readouterr().out
+    assert list(of_source) == names
+    for name, some in zip(names, (texts[:25], texts[25:]), strict=True):
+        assert of_source[name]["read"] == len(some)
+        kept = [ids for text, ids in train if text in some]
+        assert of_source[name]["kept"] == len(kept)
+        assert of_source[name]["tokens"] == sum(len(ids) + 1 for ids in kept)
+        line = f"from        {name}: {len(some)} read, {len(kept)} kept"
+        assert line in printed
+
+
+def test_weights_set_the_mix_of_a_data_set(tmp_path, prepare, two_sources):
+    source = f"{two_sources}/a.txt,{two_sources}/b?.jsonl"
+    parts = prepare(tmp_path / "out", source, weights="1,3")["counts"]["sources"].values()
+    few, many = (part["characters_read"] for part in parts)
+    assert abs(3 * few - many) <= 3 * 4000
+    assert [part["read"] for part in parts][1] == 15  # the first to end
+
+
+def test_the_vocabulary_is_trained_on_every_source(tmp_path, prepare, two_sources):
+    """Each source's own most frequent word is an entry, though it comes once in a document."""
+    for name, word in (("a", "zyxomma"), ("b", "quokkish")):
+        texts = [f"{word} {i} {word} the quick fox" for i in range(400)]
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(texts))
+    prepare(tmp_path / "out", f"{tmp_path}/a.txt,{tmp_path}/b.txt", vocab_size=300)
+    vocabulary = Tokenizer(tmp_path / "out/tokenizer.json").encoding.token_byte_values()
+    assert b" zyxomma" in vocabulary and b" quokkish" in vocabulary
+
+
 def put_on_hub(monkeypatch, texts, *lengths):
     """Put a data set of texts in place of the Hub's; its n-th reading breaks off at lengths[n]."""
     lengths = iter(lengths)
@@ -253,6 +361,50 @@ def test_a_data_set_of_the_hub(tmp_path, corpus, data_dir, prepare, monkeypatch)
     meta = prepare(tmp_path / "out", "some/texts", source_config="part")
     assert same(tmp_path / "out", data_dir)
     assert meta["settings"]["files"] == []
+
+
+def hub_of_files(monkeypatch, folder):
+    """Put the folders of a folder in place of the Hub's data sets; returns a list of what is asked.
+
+    They are read by the library itself, each .parquet a shard."""
+    asked = []
+    load_dataset = datasets.load_dataset
+
+    def load(path, name=None, **options):
+        if path == "json":
+            return load_dataset(path, **options)
+        asked.append((path, name))
+        return load_dataset(str(folder / path), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return asked
+
+
+def test_the_sample_of_a_hub_data_set_is_spread_over_its_shards(tmp_path, monkeypatch):
+    (tmp_path / "some/texts").mkdir(parents=True)
+    for i in range(7):
+        table = pyarrow.table({"text": [f"shard {i} document {j:3}" for j in range(300)]})
+        pyarrow.parquet.write_table(table, tmp_path / f"some/texts/train-{i:05}-of-00007.parquet")
+    asked = hub_of_files(monkeypatch, tmp_path)
+    everything = list(module.read_texts("some/texts:part"))
+    assert everything == [f"shard {i} document {j:3}" for i in range(7) for j in range(300)]
+    monkeypatch.setattr(module, "SHARDS", 3)
+    sample = list(module.read_texts("some/texts:", limit=3 * 200))
+    assert [text[:7] for text in sample] == 10 * ["shard 0"] + 10 * ["shard 3"] + 10 * ["shard 6"]
+    list(module.read_texts("some/texts"))
+    assert asked == [("some/texts", name) for name in ("part", None, "sample-10BT")]
+
+
+def test_a_hub_data_set_and_files_of_ones_own(tmp_path, corpus, prepare, monkeypatch, two_sources):
+    (tmp_path / "some/texts").mkdir(parents=True)
+    table = pyarrow.table({"text": documents_of(corpus)[:25]})
+    pyarrow.parquet.write_table(table, tmp_path / "some/texts/train.parquet")
+    hub_of_files(monkeypatch, tmp_path)
+    own = f"{two_sources}/b?.jsonl"
+    meta = prepare(tmp_path / "out", f"some/texts:part,{own}")
+    assert [part["read"] for part in meta["counts"]["sources"].values()] == [25, 15]
+    sizes = [[str(p), p.stat().st_size] for p in sorted(two_sources.glob("b?.jsonl"))]
+    assert meta["settings"]["files"] == sizes
 
 
 def test_a_stream_that_breaks_off(tmp_path, corpus, prepare, monkeypatch):
@@ -286,8 +438,8 @@ def test_the_size_of_the_text_is_about_right(tmp_path, corpus):
     [
         (10**9, 0, 1e12, "about {all:,.1f}M tokens: {disk:,.0f} MB of disk and "),
         (10**9, 10**6, 1e12, "about 1.0M tokens: 2 MB of disk and "),
-        (0, 10**6, 1e6, "; WARNING: only 1 MB are free there"),
-        (0, 0, 1e12, "no end is known: 1,000M tokens take 2 GB of disk and "),
+        (math.inf, 10**6, 1e6, "; WARNING: only 1 MB are free there"),
+        (math.inf, 0, 1e12, "no end is known: 1,000M tokens take 2 GB of disk and "),
     ],
 )
 def test_the_estimate(
@@ -305,6 +457,8 @@ def test_the_estimate(
 
 
 def test_limits(tmp_path, corpus, prepare):
+    rows = prepare(tmp_path / "rows", corpus, max_rows=300)["counts"]["rows"]
+    assert 300 <= rows < 300 + 3000 // 127
     few = prepare(tmp_path / "few", corpus, max_docs=30)
     assert few["counts"]["read"] == 30
     short = prepare(tmp_path / "short", corpus, max_tokens=40000)["counts"]
@@ -371,6 +525,32 @@ def test_a_finished_set_is_kept(corpus, data_dir, prepare, capsys):
     assert before == {path.name: path.stat().st_mtime_ns for path in data_dir.iterdir()}
 
 
+def test_a_question_mark_stands_for_a_comma_in_a_name(tmp_path, corpus, data_dir, prepare):
+    shutil.copy(corpus, tmp_path / "one, two.txt")
+    prepare(tmp_path / "out", f"{tmp_path}/one? two.txt")
+    assert same(tmp_path / "out", data_dir)
+
+
+def test_the_challenge_is_kept_unless_one_is_told(tmp_path, prepare, capsys):
+    assert "edu" not in settings(module.__file__)["source"][0]
+    with pytest.raises(SystemExit, match="no text in HuggingFaceFW/fineweb-edu"):
+        prepare(tmp_path / "out", "HuggingFaceFW/fineweb-edu")
+    assert "a pre-trained model chose FineWeb-Edu, which the chall" in capsys.readouterr().out
+
+
+def test_recipes_that_share_a_data_set_prepare_it_alike():
+    known = settings(module.__file__)
+    prepared = {}
+    for path in (ROOT / "config").glob("*.py"):
+        values = {name: value for name, (value, _) in assignments(path).items() if name in known}
+        folder = values.setdefault("data_dir", known["data_dir"][0])
+        assert prepared.setdefault(folder, values) == values, path
+    crammed = prepared["data/crammed"]
+    assert crammed["source"] == "monology/pile-uncopyrighted"
+    assert crammed["max_rows"] * 128 == pytest.approx(5.53e9, rel=1e-3)  # the paper's data card
+    assert prepared["data/unfiltered"]["filter_ratio"] == 0
+
+
 def test_an_empty_folder_is_taken(tmp_path, corpus, prepare):
     (tmp_path / "out").mkdir()
     assert prepare(tmp_path / "out", corpus)["counts"]["rows"] > 0
@@ -390,6 +570,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_bytes(corpus.read_bytes())
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "a,comma.txt").write_bytes(corpus.read_bytes())
     (tmp_path / "short.txt").write_text("A few words.\n")
     (tmp_path / "a.doc").write_text("x")
     lines = [line for line in corpus.read_text().splitlines() if line]
@@ -410,6 +591,16 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"source": "*.csv"}, "no file matches"),
         ({"source": "nowhere.txt"}, "no file matches"),
         ({"source": "aim"}, "no file matches"),
+        ({"source": "corpus.txt,"}, "no file matches '': give globs in quotes"),
+        ({"source": "texts/{a,b}.txt"}, "no file matches 'texts/{a': give globs in quotes, like"),
+        ({"source": "a,comma.txt"}, "no file matches 'comma.txt': "),
+        ({"source": "corpus.txt,empty.txt"}, "no text in empty.txt"),
+        ({"weights": "1,2"}, "weights=1,2: give 1 positive numbers, commas between"),
+        ({"weights": "0"}, "weights=0: give 1 positive"),
+        ({"weights": "-1"}, "weights=-1: give 1 positive"),
+        ({"weights": "nan"}, "weights=nan: give 1 positive"),
+        ({"weights": "much"}, "weights=much: give 1 positive"),
+        ({"filter_ratio": -2.0}, "filter_ratio=-2.0 cannot work"),
         ({"source": "a.doc"}, "is of no known kind"),
         ({"source": "empty.txt"}, "no text in"),
         (

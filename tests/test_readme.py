@@ -141,7 +141,7 @@ NOT_HERE = {  # which of several settings a script of SHORT does not take
     "bench.py": ("samples", "evals", "eval_rows"),
     "race.py": ("samples", "vocab_size"),
 }
-HUB = r"python prepare.py .*--source=(allenai|monology|wikimedia|'OSCAR)"
+HUB = r"python prepare.py (config/crammed.py$|.*--source='?(allenai|Hugging|wikimedia|OSCAR))"
 ELSEWHERE = {  # why a command is not run by test_what_can_run_here_runs
     r"pip |hf upload|python -m pytest": "no script of ours",
     r"python -c": "test_one_liners",

@@ -84,7 +84,8 @@ def find_sources():
         paths = sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
         for path in paths:
             if not file_kind(path):
-                sys.exit(f"{path} is of no known kind: rename it to *{', *'.join(KINDS)}")
+                kinds = ".txt(.gz), .jsonl(.gz, .zst) or .parquet"
+                sys.exit(f"{path} is of no known kind: rename it to {kinds}")
         is_pattern = not name or re.search(r"[*?\[{}]", name)
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             how = 'give globs in quotes, like --source="a/*.txt,b.jsonl"; ? stands for a comma'
@@ -179,13 +180,12 @@ def read_documents(paths, errors, limit=math.inf):
                 errors[path] += ": type pip install zstandard"
 
 
-def in_turns(sources, errors):
+def in_turns(sources, share, errors):
     """(name, text) of all sources' documents: next is who had the fewest characters for its weight.
 
     Without weights turns are equal, and go to the others where one ends. With weights the first to
     end ends all, so that the mix is what they say. Nothing is read twice."""
     readers = {name: read_documents(paths, errors) for name, paths in sources.items()}
-    share = shares(sources)
     taken = dict.fromkeys(sources, 0.0)  # characters / share
     while readers:
         name = min(readers, key=taken.get)
@@ -352,15 +352,15 @@ def write_data(documents, tokenizer, total_bytes, folder):
     return count
 
 
-def make_vocabulary(sources, folder):
+def make_vocabulary(sources, share, folder):
     """(Tokenizer, texts): trained on these texts of every source; its files go into folder."""
     print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
     texts = []
-    for name, share in shares(sources).items():
+    for name, paths in sources.items():
         errors = {}  # the second reading meets them again, and tells of them
-        limit = share * vocab_sample_mb * 10**6 // len(sources[name])
-        some = list(read_documents(sources[name], errors, limit))
-        stream_broke_off = errors and not file_kind(sources[name][0])
+        limit = share[name] * vocab_sample_mb * 10**6 // len(paths)
+        some = list(read_documents(paths, errors, limit))
+        stream_broke_off = errors and not file_kind(paths[0])
         if not some or stream_broke_off:
             reasons = "".join(f"; {path}: {why}" for path, why in errors.items())
             sys.exit(f"no text in {name}, or not to its end{reasons}")
@@ -475,6 +475,7 @@ def main():
     })
     # fmt: on
     sources = find_sources()
+    share = shares(sources)
     if "fineweb-edu" in source.lower():
         print("note: a pre-trained model chose FineWeb-Edu, which the challenge's rules exclude")
     paths = [path for paths in sources.values() for path in paths]
@@ -488,11 +489,11 @@ def main():
     with safety.Lock(safety.lock_file(goal)):
         partial = begin_folder(goal, wanted)
         total_bytes = sum(map(text_bytes, files)) if files == paths else math.inf
-        tokenizer, texts = make_vocabulary(sources, partial)
+        tokenizer, texts = make_vocabulary(sources, share, partial)
         print_estimate(texts, tokenizer, total_bytes, partial)
         del texts
         errors = {}
-        documents = encode_all(in_turns(sources, errors), tokenizer)
+        documents = encode_all(in_turns(sources, share, errors), tokenizer)
         count = write_data(documents, tokenizer, total_bytes, partial)
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
         meta |= {"settings": wanted, "counts": count, "errors": errors}

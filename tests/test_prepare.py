@@ -275,9 +275,9 @@ def test_turns_are_as_long_as_the_weights_say(first, second, third, weights):
     with pytest.MonkeyPatch.context() as patch:
         texts = put_as_source(patch, dict(zip("abc", (first, second, third), strict=True)))
         patch.setattr(module, "weights", "")
-        everything = list(module.in_turns(sources, {}))
+        everything = list(module.in_turns(sources, module.shares(sources), {}))
         patch.setattr(module, "weights", ",".join(map(str, weights)))
-        mixed = list(module.in_turns(sources, {}))
+        mixed = list(module.in_turns(sources, module.shares(sources), {}))
     for name in "abc":
         assert [text for source, text in everything if source == name] == texts[name]
         given_out = [text for source, text in mixed if source == name]

@@ -9,7 +9,6 @@ clock is the larger noise on a machine that is a fifth slower at times.
 data_dir = "data/small"
 max_tokens = 50000000
 vocab_size = 8192
-filter_ratio = 0.3
 
 # train.py
 out_dir = "out/mini"

@@ -4,8 +4,6 @@
 data_dir = "data/small"
 max_tokens = 50000000
 vocab_size = 8192
-# the paper's 0.25 fits a vocabulary of 32k; this keeps about as much with one of 8k
-filter_ratio = 0.3
 
 # train.py
 out_dir = "out/small"

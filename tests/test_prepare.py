@@ -1,4 +1,5 @@
 import gzip
+import itertools
 import json
 import math
 import os
@@ -154,6 +155,20 @@ def test_the_filter_leaves_the_held_out_rows_alone(tmp_path, corpus, data_dir, p
     assert 0 < meta["counts"]["filtered"] < len(train)
     assert "WARNING: less than 80 % were kept" in capsys.readouterr().out
     assert same(tmp_path / "filtered", data_dir, ["val.bin"])
+
+
+def test_the_threshold_follows_the_vocabulary_unless_it_is_set(monkeypatch):
+    knots = list(module.LIKE_ALBERT.items())
+    monkeypatch.setattr(module, "filter_ratio", -1.0)
+    for (size, threshold), (larger, lower) in itertools.pairwise(knots):
+        monkeypatch.setattr(module, "vocab_size", size)
+        assert module.filter_threshold() == pytest.approx(threshold)
+        monkeypatch.setattr(module, "vocab_size", round(math.sqrt(size * larger)))
+        assert module.filter_threshold() == pytest.approx((threshold + lower) / 2, abs=1e-4)
+        assert threshold > lower  # larger vocabularies need fewer tokens
+    for set_by_hand in (0.0, 0.25):
+        monkeypatch.setattr(module, "filter_ratio", set_by_hand)
+        assert module.filter_threshold() == set_by_hand
 
 
 def test_copies(tmp_path, corpus, data_dir, prepare):

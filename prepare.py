@@ -32,7 +32,7 @@ from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise, train_tokenizer
 data_dir = "data/fineweb"             # the folder to write
 source = "HuggingFaceFW/fineweb"      # globs of local files, Hub data sets; commas between several
 source_config = "sample-10BT"         # of a Hub data set named without its own, as in NAME:CONFIG
-weights = ""                          # of the sources, as 3,1: see in_turns(); '' = read all of all
+weights = ""                          # of the sources, as 3,1, until one ends; '' = read all to end
 text_column = "text"                  # where .jsonl, .parquet and Hub data sets keep the text
 max_docs = 0                          # stop after reading this many documents; 0 = all
 max_tokens = 0                        # stop after this many tokens, before the filter; 0 = all
@@ -40,7 +40,7 @@ max_rows = 0                          # stop once so many rows are kept, behind 
 # text to tokens
 normalisation = "ascii"               # ascii: lower case, no accents (paper) | plain: any script
 vocab_size = 32768                    # entries of the byte-level BPE vocabulary, 4 of them special
-vocab_sample_mb = 100                 # MB of text to train it on, taken evenly from all files
+vocab_sample_mb = 100                 # MB of text to train it on, from all sources and files
 # tokens to rows
 seq_len = 128                         # tokens in a row, the leading [CLS] included
 filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
@@ -59,9 +59,9 @@ KINDS = {".txt": "text", ".txt.gz": "text", ".parquet": "parquet"}
 KINDS |= dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz"), "json")
 SHARDS = 32  # of a Hub data set, that the vocabulary's sample comes from
 # The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary, two special ones too, in
-# the raw text. By tokens of ours these drop as many documents, {vocab_size: tokens a character}:
+# the raw text. By tokens of ours (2^12, 2^13, 2^14, 2^15 entries) these drop as many documents:
 # measured, see results/README.md.
-LIKE_ALBERT = {4096: 0.317, 8192: 0.285, 16384: 0.261, 32768: 0.245}
+LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 # What is in memory at a time is bounded: the characters of a document of a text file (without blank
 # lines it is cut), the documents that wait for a thread, the tokens that are packed into rows. The
 # rows go into so many files, which are put in order one by one.
@@ -180,7 +180,7 @@ def read_documents(paths, errors, limit=math.inf):
             yield from read_texts(path, limit)
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
             errors[path] = f"{type(e).__name__}: {safety.first_line(e, 200)}"
-            if "zstd" in errors[path]:
+            if "zstd" in errors[path]:  # all that is said where the package is missing
                 errors[path] += ": type pip install zstandard"
 
 
@@ -242,8 +242,7 @@ def filter_threshold():
     """Tokens for each character from which on a document is dropped; 0 where none is."""
     if filter_ratio >= 0:
         return filter_ratio
-    sizes, thresholds = np.array(list(LIKE_ALBERT.items())).T
-    return float(np.interp(np.log2(vocab_size), np.log2(sizes), thresholds))
+    return float(np.interp(np.log2(vocab_size), range(12, 16), LIKE_ALBERT[normalisation]))
 
 
 def choose(documents, count):

@@ -1,5 +1,4 @@
 import gzip
-import itertools
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, SMALL_DATA, last_line, script
+from conftest import ROOT, SMALL_DATA, last_line, put, script
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -157,18 +156,19 @@ def test_the_filter_leaves_the_held_out_rows_alone(tmp_path, corpus, data_dir, p
     assert same(tmp_path / "filtered", data_dir, ["val.bin"])
 
 
-def test_the_threshold_follows_the_vocabulary_unless_it_is_set(monkeypatch):
-    knots = list(module.LIKE_ALBERT.items())
-    monkeypatch.setattr(module, "filter_ratio", -1.0)
-    for (size, threshold), (larger, lower) in itertools.pairwise(knots):
-        monkeypatch.setattr(module, "vocab_size", size)
-        assert module.filter_threshold() == pytest.approx(threshold)
-        monkeypatch.setattr(module, "vocab_size", round(math.sqrt(size * larger)))
-        assert module.filter_threshold() == pytest.approx((threshold + lower) / 2, abs=1e-4)
-        assert threshold > lower  # larger vocabularies need fewer tokens
-    for set_by_hand in (0.0, 0.25):
-        monkeypatch.setattr(module, "filter_ratio", set_by_hand)
-        assert module.filter_threshold() == set_by_hand
+@pytest.mark.parametrize("mode", ["ascii", "plain"])
+def test_the_threshold_follows_the_vocabulary_unless_it_is_set(monkeypatch, mode):
+    def threshold(size, ratio=-1.0):
+        put(monkeypatch, module, vocab_size=size, normalisation=mode, filter_ratio=ratio)
+        return module.filter_threshold()
+
+    sizes = (4096, 8192, 16384, 32768)
+    values = [threshold(size) for size in sizes]
+    assert values == sorted(values, reverse=True)  # larger vocabularies need fewer tokens
+    # Between two sizes it is between their values, beyond the last it stays.
+    assert values[2] > threshold(20000) > values[3] == threshold(65536)
+    assert [threshold(size, 0.0) for size in sizes] == [0.0] * 4
+    assert threshold(4096, 0.25) == 0.25
 
 
 def test_copies(tmp_path, corpus, data_dir, prepare):

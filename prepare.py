@@ -105,7 +105,8 @@ def shares(names):
     except ValueError:
         numbers = []
     if len(numbers) != len(names) or not 0 < min(numbers) <= max(numbers) < math.inf:
-        sys.exit(f"weights={weights}: give {len(names)} positive numbers, commas between")
+        how = f"give one positive number for each source, {len(names)} in all, commas between"
+        sys.exit(f"weights={weights}: {how}")
     return {name: number / sum(numbers) for name, number in zip(names, numbers, strict=True)}
 
 
@@ -215,9 +216,7 @@ def may_be_held_out(hash_of_text):
 
 
 def encode(name, text, tokenizer):
-    """(name, hash, characters, ids) of a text of the source of that name.
-
-    The characters are those of the normalised text, ids (n,) uint16 go up to a [SEP]."""
+    """(name, hash, normalised characters, ids (n,) uint16 up to a [SEP]) of a source's text."""
     normal = normalise(text, tokenizer.mode)
     ids = tokenizer.encoding.encode_to_numpy(normal, disallowed_special=())
     return name, text_hash(text), len(normal), np.append(ids, SEP).astype(np.uint16)

@@ -185,8 +185,7 @@ def test_copies(tmp_path, corpus, data_dir, prepare):
 
 def test_what_becomes_of_documents(monkeypatch):
     """Every outcome, and which one comes first where several would do."""
-    monkeypatch.setattr(module, "dedup", True)
-    monkeypatch.setattr(module, "val_tokens", 5)
+    put(monkeypatch, module, dedup=True, val_tokens=5, filter_ratio=0.25)
     low = 0
     high = 2**64 - 1  # never held out
     documents = [
@@ -343,8 +342,8 @@ def test_weights_set_the_mix_of_a_data_set(tmp_path, prepare, two_sources):
     assert [part["read"] for part in parts][1] == 15  # the first to end
 
 
-def test_the_vocabulary_is_trained_on_every_source(tmp_path, prepare, two_sources):
-    """Each source's own most frequent word is an entry, though it comes once in a document."""
+def test_the_vocabulary_is_trained_on_every_source(tmp_path, prepare):
+    """The most frequent word of each is an entry."""
     for name, word in (("a", "zyxomma"), ("b", "quokkish")):
         texts = [f"{word} {i} {word} the quick fox" for i in range(400)]
         (tmp_path / f"{name}.txt").write_text("\n\n".join(texts))
@@ -610,11 +609,11 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"source": "texts/{a,b}.txt"}, "no file matches 'texts/{a': give globs in quotes, like"),
         ({"source": "a,comma.txt"}, "no file matches 'comma.txt': "),
         ({"source": "corpus.txt,empty.txt"}, "no text in empty.txt"),
-        ({"weights": "1,2"}, "weights=1,2: give 1 positive numbers, commas between"),
-        ({"weights": "0"}, "weights=0: give 1 positive"),
-        ({"weights": "-1"}, "weights=-1: give 1 positive"),
-        ({"weights": "nan"}, "weights=nan: give 1 positive"),
-        ({"weights": "much"}, "weights=much: give 1 positive"),
+        ({"weights": "1,2"}, "weights=1,2: give one positive number for each source, 1 in all"),
+        ({"weights": "0"}, "weights=0: give one positive"),
+        ({"weights": "-1"}, "weights=-1: give one positive"),
+        ({"weights": "nan"}, "weights=nan: give one positive"),
+        ({"weights": "much"}, "weights=much: give one positive"),
         ({"filter_ratio": -2.0}, "filter_ratio=-2.0 cannot work"),
         ({"source": "a.doc"}, "is of no known kind"),
         ({"source": "empty.txt"}, "no text in"),

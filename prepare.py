@@ -58,6 +58,8 @@ if __name__ == "__main__":
 KINDS = {".txt": "text", ".txt.gz": "text", ".parquet": "parquet"}
 KINDS |= dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz"), "json")
 SHARDS = 32  # of a Hub data set, that the vocabulary's sample comes from
+# What to do at errors of datasets, by a word of what they say.
+HINTS = {"zstd": "type pip install zstandard", "Config": "name one as NAME:CONFIG"}
 # The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary, two special ones too, in
 # the raw text. By tokens of ours (2^12, 2^13, 2^14, 2^15 entries) these drop as many documents:
 # measured, see results/README.md.
@@ -180,9 +182,9 @@ def read_documents(paths, errors, limit=math.inf):
         try:
             yield from read_texts(path, limit)
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
-            errors[path] = f"{type(e).__name__}: {safety.first_line(e, 200)}"
-            if "zstd" in errors[path]:  # all that is said where the package is missing
-                errors[path] += ": type pip install zstandard"
+            why = f"{type(e).__name__}: {safety.first_line(e, 200)}"
+            hints = [hint for word, hint in HINTS.items() if word in why]
+            errors[path] = "; ".join([why, *hints])
 
 
 def in_turns(sources, share, errors):

@@ -263,7 +263,7 @@ def test_zstd_files_are_read_or_the_way_to_read_them_is_told(
     else:
         path.write_bytes(b"(\xb5/\xfd")
         monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
-        with pytest.raises(SystemExit, match="zstd not supported: type pip install zstandard"):
+        with pytest.raises(SystemExit, match="zstd not supported; type pip install zstandard"):
             prepare(tmp_path / "out", path)
 
 
@@ -388,7 +388,8 @@ def hub_of_files(monkeypatch, folder):
         if path == "json":
             return load_dataset(path, **options)
         asked.append((path, name))
-        return load_dataset(str(folder / path), **options)
+        there_is = None if name in ("part", "sample-10BT") else name
+        return load_dataset(str(folder / path), there_is, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     return asked
@@ -419,6 +420,9 @@ def test_a_hub_data_set_and_files_of_ones_own(tmp_path, corpus, prepare, monkeyp
     assert [part["read"] for part in meta["counts"]["sources"].values()] == [25, 15]
     sizes = [[str(p), p.stat().st_size] for p in sorted(two_sources.glob("b?.jsonl"))]
     assert meta["settings"]["files"] == sizes
+    wrong = "BuilderConfig 'half' not found. Available: .'default'.; name one as NAME:CONFIG"
+    with pytest.raises(SystemExit, match=wrong):
+        prepare(tmp_path / "other", f"{own},some/texts:half")
 
 
 def test_a_stream_that_breaks_off(tmp_path, corpus, prepare, monkeypatch):

@@ -579,11 +579,11 @@ def forecast(run, progress):
     rest = f"{steps:,.0f} steps, {tokens / 1e6:,.1f}M tokens, {rows / run.rows.count:.2f} epochs"
     said = f"{speed:,.0f} tokens/s: the rest holds {rest}"
     # A curriculum is one pass through sorted rows (paper 4.4): its first part is another data set.
-    share = (run.state.row + rows) / run.rows.count
+    will_read = int(run.state.row + rows)
+    share = will_read / run.rows.count
     if run.meta["settings"]["order"] == "curriculum" and share < 0.95:
-        fits_in = int(share * run.meta["counts"]["tokens_read"])
         said += f"\nWARNING: of the sorted rows only the first {share:.0%} will be read: "
-        said += f"type prepare.py ... --max_tokens={fits_in}"
+        said += f"type prepare.py ... --max_rows={will_read}"
     return said
 
 

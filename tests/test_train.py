@@ -583,13 +583,12 @@ def test_a_curriculum_that_will_not_be_read_once(train, setting):
     setting(max_steps=10, batch_ramp=0.0, batch_size=16)
     run = new_run()
     run.rows.count = 320
-    run.meta["counts"]["tokens_read"] = 100_000
     assert "WARNING" not in module.forecast(run, 0.0)
     run.meta["settings"]["order"] = "curriculum"
     said = module.forecast(run, 0.0)
     assert said.endswith(
         "WARNING: of the sorted rows only the first 50% will be read: "
-        "type prepare.py ... --max_tokens=50000"
+        "type prepare.py ... --max_rows=160"
     )
     run.rows.count = 160
     assert "WARNING" not in module.forecast(run, 0.0)

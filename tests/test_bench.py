@@ -10,6 +10,7 @@ import torch
 from conftest import SMALL_MODEL, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bench
@@ -133,6 +134,35 @@ def test_accumulation_takes_no_memory(small):
         run.loss_fn(*small.batch_at(run, row, 20)).backward()
         places.add(tuple(p.grad.data_ptr() for p in run.model.parameters()))
     assert len(places) == 1
+
+
+def test_random_tokens_are_as_uneven_as_words(small):
+    """Counts of tokens by rank beside 1 / (rank + 10), by a chi-square test; none is special."""
+    torch.manual_seed(0)
+    rows = bench.RandomRows().read(0, 2000)
+    assert rows.shape == (2000, small.seq_len) and rows.dtype == torch.int64
+    n_special, n_tokens = 4, small.vocab_size - 4
+    law = 1 / (np.arange(n_tokens) + 10)
+    seen = np.bincount(rows.flatten().numpy(), minlength=small.vocab_size)
+    assert len(seen) == small.vocab_size and not seen[:n_special].any()
+    seen = seen[n_special:]
+    assert stats.chisquare(seen, seen.sum() * law / law.sum()).pvalue > 1e-3
+    assert stats.chisquare(seen).pvalue < 1e-9  # an even draw would not pass for it
+
+
+def test_the_first_measured_steps_are_discarded(small, monkeypatch, capsys):
+    """Three slow ones, then steps of 2, 3, 4 and 5 s: the median of these, and MFU at it."""
+    seconds = iter([1.0, 1.0, 1.0, 1.0, 90.0, 80.0, 70.0, 2.0, 3.0, 4.0, 5.0])  # after the warm-up
+    monkeypatch.setattr(machine, "timed", lambda *work: (next(seconds), None))
+    run = bench.new_run()
+    speeds = [16 * small.seq_len / s for s in (2.0, 3.0, 4.0, 5.0)]
+    step_seconds, n_micro = bench.measure_speed(run)
+    assert (step_seconds, n_micro) == (3.5, 2) and not list(seconds)
+    median, mfu = np.median(speeds), np.median(speeds) * run.flops_per_token / 1e12
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2].startswith(f"tokens/s     {median:,.0f} (")
+    assert printed[-1].startswith(f"MFU          {mfu:.1%} of 1 TFLOP/s")
+    assert printed[-1].endswith("at 16 rows a step (batch_size=16)")
 
 
 def test_a_step_learns_and_moves_on_whatever_the_clock_says(small, monkeypatch):

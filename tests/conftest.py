@@ -16,7 +16,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
-# Nor a GPU: where there is one, they run on the CPU beside it.
+# Nor a GPU: where there is one, they run on the CPU beside it. The processes of test_gpu.py get it
+# back. A worker of xdist finds what its parent has hidden, and keeps what that noted.
+os.environ.setdefault("GPUS_BEFORE_TESTS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Busy threads of one process beside those of another are 30 times as slow.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -53,6 +55,15 @@ def script(name, *args, cwd=ROOT, **settings):
     return subprocess.run(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
     )
+
+
+def show_gpus():
+    """Give this process the GPUs back that are hidden above; torch must not have looked yet."""
+    before = os.environ["GPUS_BEFORE_TESTS"]
+    if before == "all":
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def last_line(process):

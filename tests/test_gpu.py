@@ -1,0 +1,661 @@
+"""What a GPU has to show: numerics, memory, waiting, compiling, resumes, copies.
+
+    python -m pytest tests/test_gpu.py       # not with -n: the tests would share the GPU
+
+conftest.py hides the GPU from all other tests. Here a check is a function of a device's name that
+returns figures, in a process of its own that sees the GPU: a fork of a server that has imported
+torch and never touched a GPU. Where it makes sense the same function runs with "cpu" too, so that
+this file is tested where there is no GPU. It is meant for two minutes of one, and has not run there
+yet.
+"""
+
+import copy
+import functools
+import gc
+import itertools
+import multiprocessing
+import os
+import runpy
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, fields
+from multiprocessing import forkserver
+
+import pytest
+import torch
+from conftest import ROOT, SMALL_MODEL, show_gpus
+from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint as computed_anew
+
+import bench
+import train
+from model import MaskedLM, ModelConfig, make_loss, mixed_precision
+from nanocram import checkpoint, glue, machine, record
+from nanocram.configurator import configure
+from nanocram.data import IGNORE, draw_masks
+
+TIMEOUT = 110  # seconds for the answer of a process
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRECISION = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}  # float32 is TF32 on a GPU
+LOSS_SCALE = 2.0**12  # as in training: small gradients would be lost in float16
+
+
+# Processes that see the GPU
+
+
+@dataclass
+class Job:
+    """A call in a process of its own."""
+
+    process: multiprocessing.Process
+    receiver: multiprocessing.connection.Connection
+
+    def answer(self):
+        """What the call returned; the test fails with all it said where there is no answer."""
+        try:
+            if not self.receiver.poll(TIMEOUT):
+                pytest.fail(f"no answer in {TIMEOUT} s")
+            value, said = self.receiver.recv()
+        except EOFError:
+            self.process.join()
+            pytest.fail(f"the process died with exit code {self.process.exitcode}")
+        finally:
+            self.process.kill()
+            self.process.join()
+        if said:
+            pytest.fail(said)
+        return value
+
+
+def child(sender, work, *args):
+    """Send (what work(*args) returns, "") or (None, all that it said and how it failed)."""
+    show_gpus()
+    machine.matmul_rate = lambda *where: 1e12  # seconds of work
+    with tempfile.TemporaryFile("w+") as said:
+        sys.stdout = sys.stderr = said
+        try:
+            sender.send((work(*args), ""))
+        except BaseException:  # a script's last line is a SystemExit
+            traceback.print_exc()
+            said.seek(0)
+            sender.send((None, said.read()))
+
+
+@functools.cache
+def context():
+    """Where processes come from: a server that has imported what each of them needs."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["test_gpu", "torch._dynamo", "matplotlib.figure"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
+        # A process cannot use a GPU after its parent has: should anything that is imported ask
+        # whether there is one, it asks the driver's library and not CUDA.
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        forkserver.ensure_running()
+    return made
+
+
+def start(work, *args):
+    receiver, sender = context().Pipe(duplex=False)
+    process = context().Process(target=child, args=(sender, work, *args), daemon=True)
+    process.start()
+    sender.close()
+    return Job(process, receiver)
+
+
+EARLY = {}  # jobs that were started before anyone asked for their answers
+
+
+@functools.cache
+def answer(work, *args):
+    """What work(*args) returns in a process of its own; several tests may ask, it runs once."""
+    job = EARLY.pop((work, *args), None) or start(work, *args)
+    return job.answer()
+
+
+@functools.cache
+def no_gpu():
+    """Why nothing can be tested on a GPU here; '' where it can."""
+    if not torch.version.cuda:
+        return "this torch is built without CUDA"
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return "on a GPU one at a time: python -m pytest tests/test_gpu.py"
+    return "" if answer(torch.cuda.device_count) else "torch sees no GPU"
+
+
+SLOW_ON_CPU = pytest.param("cpu", id="cpu", marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def device(request):
+    """The device of a test, "cuda" or "cpu"; the test is skipped where there is none."""
+    if request.param == "cuda" and no_gpu():
+        pytest.skip(no_gpu())
+    return request.param
+
+
+def on(*devices):
+    return pytest.mark.parametrize("device", devices, indirect=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def early():
+    """On a GPU what takes longest starts at once, beside the other tests."""
+    if not no_gpu():
+        for name in MODELS:
+            EARLY[numerics, "cuda", name] = start(numerics, "cuda", name)
+    yield
+    end_early_jobs()
+
+
+def end_early_jobs():
+    """End what nobody has asked for, where some tests only were chosen."""
+    while EARLY:
+        _, job = EARLY.popitem()
+        job.process.kill()
+        job.process.join()
+
+
+def set_up(device, **settings):
+    """The settings of a small run on the device, in this process, which has no other use."""
+    changes = SMALL_MODEL | {"device": device, "data_dir": "nowhere", "samples": ""} | settings
+    assert changes.keys() <= vars(train).keys()
+    vars(train).update(changes)
+
+
+def run_script(name, *arguments):
+    """A script of ours as a user starts it, but in this process."""
+    sys.argv = [str(ROOT / name), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def flags(**settings):
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+# Losses and gradients beside those of float32 on the CPU
+
+
+MODELS = {  # a recipe, and the fewest layers in which it is itself
+    "default": ("", {"n_layer": 2}),
+    "crammed": ("crammed.py", {"n_layer": 2}),
+    "narrow": ("narrow.py", {"n_layer": 3, "n_narrow": 2}),
+}
+SIZES = {
+    "cuda": {},  # the recipe's: 768 wide, 32,768 entries
+    "cpu": {"vocab_size": 600, "n_head": 2, "n_embd": 64, "n_inner": 96},
+}
+
+
+def new_model(device, name):
+    """A model of a recipe whose gradients are nowhere zero, on the CPU."""
+    recipe, layers = MODELS[name]
+    values = dict(vars(train))
+    configure(values, [str(ROOT / "config" / recipe)] if recipe else [])
+    values |= layers | SIZES[device] | {"zero_init": False}
+    config = ModelConfig(**{f.name: values[f.name] for f in fields(ModelConfig)})
+    torch.manual_seed(0)
+    return MaskedLM(config)
+
+
+def gradient_of(model):
+    """The gradients of all parameters as one vector, float32 on the CPU, without the loss scale."""
+    return torch.cat([p.grad.flatten().cpu() for p in model.parameters()]) / LOSS_SCALE
+
+
+def compare(found, wanted):
+    """(error of the loss, error of the gradient by their norms), relative; NaN where they are."""
+    (loss, gradient), (wanted_loss, wanted_gradient) = found, wanted
+    difference = (gradient - wanted_gradient).norm() / wanted_gradient.norm()
+    return abs(loss / wanted_loss - 1), difference.item()
+
+
+def numerics(device, name):
+    """{(dtype, mode): errors} of the model of a recipe, eager and compiled."""
+    machine.pick(device, "auto")  # what suits our work there: TF32, no cuDNN
+    model = new_model(device, name)
+    rows = torch.randint(4, model.config.vocab_size, (8, 128))
+    batch = draw_masks(rows, 38, 30, model.config.vocab_size)
+
+    def loss_and_gradient(where, dtype, mode):
+        net = copy.deepcopy(model).to(where)
+        loss_fn = make_loss(net, torch.device(where), dtype)
+        if mode == "compiled":
+            torch.compiler.reset()
+            loss_fn = torch.compile(loss_fn, dynamic=False)
+        loss = loss_fn(*(tensor.to(where) for tensor in batch)) / (8 * 30)
+        (loss * LOSS_SCALE).backward()
+        return loss.item(), gradient_of(net)
+
+    wanted = loss_and_gradient("cpu", torch.float32, "eager")
+    modes = ["eager", "compiled"] if device == "cuda" else ["eager"]
+    errors = {}
+    for dtype, mode in itertools.product(DTYPES, modes):
+        found = loss_and_gradient(device, DTYPES[dtype], mode)
+        errors[dtype, mode] = compare(found, wanted)
+    return errors
+
+
+def attention(device):
+    """{(queries, padded, dtype): errors} where so many positions of 128 are read."""
+    machine.pick(device, "auto")
+    model = new_model(device, "default")
+    rows = torch.randint(4, model.config.vocab_size, (8, 128))
+    lengths = torch.linspace(40, 128, 8).long()
+    real = torch.arange(128) < lengths[:, None]  # (8, 128)
+
+    def loss_and_gradient(where, dtype, queries, padded):
+        net = copy.deepcopy(model).to(where)
+        # All positions, those of pre-training, or the one that a classifier reads.
+        read = torch.arange(queries).expand(8, -1)
+        labels = rows.gather(1, read)
+        if padded:
+            labels = labels.masked_fill(~real.gather(1, read), IGNORE)
+        positions = None if queries == 128 else read.to(where)
+        attention_mask = real.to(where) if padded else None
+        with mixed_precision(torch.device(where), dtype):
+            logits = net(rows.to(where), positions, attention_mask)
+        logits = logits.float().flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels.flatten().to(where))
+        (loss * LOSS_SCALE).backward()
+        return loss.item(), gradient_of(net)
+
+    errors = {}
+    for queries, padded in itertools.product((128, 38, 1), (False, True)):
+        wanted = loss_and_gradient("cpu", torch.float32, queries, padded)
+        for dtype in ("bfloat16", "float16"):
+            found = loss_and_gradient(device, DTYPES[dtype], queries, padded)
+            errors[queries, padded, dtype] = compare(found, wanted)
+    return errors
+
+
+def assert_precise(errors, dtype):
+    """Errors within the precision of dtype, and not those of a better one. NaN is neither."""
+    loss_error, gradient_error = errors
+    assert loss_error < PRECISION[dtype] and gradient_error < PRECISION[dtype]
+    assert gradient_error > 1e-5 or dtype == "float32"
+
+
+@on("cuda", "cpu")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("queries", [128, 38, 1])
+def test_gradients_of_attention(device, queries, padded, dtype):
+    """cuDNN's have been NaN on Hopper cards, which is why machine.pick() does without it."""
+    assert_precise(answer(attention, device)[queries, padded, dtype], dtype)
+
+
+# What a step leaves behind, and how often it waits
+
+
+def live_bytes(device):
+    """Bytes of all tensors: as the GPU's allocator counts them, on a CPU as Python can see them."""
+    gc.collect()
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    tensors = [found for found in gc.get_objects() if type(found) in kinds]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def memory(device):
+    """Bytes after 10 and after 50 steps, and with a tensor of a million bytes beside them."""
+    set_up(device, micro_batch=2)
+    run = bench.new_run()
+    found = []
+    for step in range(1, 51):
+        bench.train_step(run, n_micro=2)
+        if step in (10, 50):
+            found.append(live_bytes(device))
+    leak = torch.zeros(10**6, dtype=torch.uint8, device=device)
+    return *found, live_bytes(leak.device.type)
+
+
+@on("cuda", "cpu")
+def test_steps_take_no_more_memory(device):
+    after_10, after_50, with_leak = answer(memory, device)
+    assert after_10 == after_50 > 0
+    assert with_leak >= after_50 + 10**6  # it would have been seen
+
+
+def waits(device):
+    """{(optimiser, dtype): (times that each of five steps waits for the GPU, of one .item())}."""
+
+    def count(work, *args):
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            work(*args)
+        torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
+
+    found = {}
+    for optimizer, dtype in itertools.product(("muon", "adamw"), DTYPES):
+        # 4,096 tokens: from 3,073 on the embedding's gradient is computed in another way.
+        set_up(device, optimizer=optimizer, dtype=dtype, micro_batch=32, batch_start=32)
+        vars(train).update(batch_size=64)
+        run = bench.new_run()
+        for _ in range(2):  # the optimisers make their states
+            bench.train_step(run, n_micro=2)
+        steps = [count(bench.train_step, run, 2) for _ in range(5)]
+        found[optimizer, dtype] = steps, count(run.model.decoder.bias[0].item)
+    return found
+
+
+@on("cuda")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_step_waits_once(device, optimizer, dtype):
+    """In update(), for loss and norm. test_train.py counts what it asks of a CPU."""
+    steps, one = answer(waits, device)[optimizer, dtype]
+    assert one == 1
+    assert steps == [1] * 5
+
+
+# Whole runs
+
+
+def graphs(device, data_dir, out_dir):
+    """What a compiled run with ramp, mask decline, evaluations and saves compiles after its start.
+
+    The graphs it has in the end, how much changes over the run, and whether a batch with a row less
+    is noticed."""
+    changes = {"compile": True, "n_layer": 1, "max_steps": 12, "batch_size": 32}
+    changes |= {"eval_rows": 21, "evals": 4}
+    set_up(device, data_dir=data_dir, out_dir=out_dir, **changes)
+    if device == "cpu":  # where inductor takes a minute; it is Dynamo that decides
+        torch.compile = functools.partial(torch.compile, backend="eager")
+    compile_loss = train.compile_loss
+    runs = []
+
+    def compile_and_no_more(run, *args):
+        compile_loss(run, *args)
+        runs.append(run)
+        # From here on a new graph is an error, which names the guard. The limit of recompilations,
+        # and fail_on_recompile_limit_hit with it, would let eight of them pass.
+        torch._dynamo.config.error_on_recompile = True
+
+    train.compile_loss = compile_and_no_more
+    train.main()
+
+    counters = torch._dynamo.utils.counters
+    rows = record.read_log(out_dir)
+    found = {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
+    found["evaluations"] = sum("val_loss_15" in row for row in rows)
+    for column in ("batch_size", "mask_rate"):
+        found[column] = len({row[column] for row in rows if column in row})
+    (run,) = runs
+    batch = train.batch_at(run, 0, 20)
+    try:
+        run.loss_fn(*(tensor[1:] for tensor in batch))
+        found["noticed"] = False
+    except torch._dynamo.exc.RecompileError:
+        found["noticed"] = True
+    return found
+
+
+@on("cuda", "cpu")
+def test_nothing_is_compiled_after_the_start(device, data_dir, tmp_path):
+    found = answer(graphs, device, str(data_dir), str(tmp_path / "out"))
+    assert found["graphs"] == 2  # training and evaluation
+    assert found["breaks"] == 0
+    assert min(found[what] for what in ("evaluations", "batch_size", "mask_rate")) > 2
+    assert found["noticed"]
+
+
+def states(device, data_dir, out_dir):
+    """{"Muon.momentum_buffer": devices, …} of a resumed run, and how many entries differ."""
+    set_up(device, data_dir=data_dir, out_dir=out_dir)
+    run = bench.new_run()
+    for _ in range(2):
+        bench.train_step(run)
+    record.new_folder(run.folder)
+    assert train.save(run)
+    again = bench.new_run()
+    checkpoint.restore(again, train.optimizer)
+    bench.train_step(run)
+    bench.train_step(again)
+    where, error = {}, 0.0
+    for ours, theirs in zip(again.optimizers, run.optimizers, strict=True):
+        for mine, other in zip(ours.state.values(), theirs.state.values(), strict=True):
+            for name, tensor in mine.items():
+                key = f"{type(ours).__name__}.{name}"
+                where.setdefault(key, set()).add(tensor.device.type)
+                difference = (tensor - other[name]).norm() / other[name].norm()
+                error = max(error, difference.item())
+    return where, error
+
+
+@on("cuda", "cpu")
+def test_states_of_optimisers_after_a_resume(device, data_dir, tmp_path):
+    """They are on the device, and a step later equal to those of a run that was not resumed."""
+    where, error = answer(states, device, str(data_dir), str(tmp_path / "out"))
+    adamw = {f"AdamW.{name}": {device} for name in ("exp_avg", "exp_avg_sq", "step")}
+    assert where == adamw | {"Muon.momentum_buffer": {device}}
+    assert error < 1e-3
+
+
+def run_flags(device, data_dir, out_dir, **settings):
+    """Arguments of train.py for a small run that logs each step."""
+    changes = {"device": device, "data_dir": data_dir, "out_dir": out_dir, "log_every": 1}
+    return flags(**(SMALL_MODEL | changes | settings))
+
+
+def logged(out_dir):
+    """{step: row of log.csv} with the losses of training."""
+    return {row["step"]: row for row in record.read_log(out_dir) if "loss" in row}
+
+
+def assert_same_course(out_dir, reference, tolerance=1e-3):
+    """Same steps, same rows; losses within tolerance of each other, and so the weights."""
+    ours, theirs = logged(out_dir), logged(reference)
+    assert ours.keys() == theirs.keys()
+    for step, row in theirs.items():
+        assert ours[step]["tokens"] == row["tokens"]
+        assert ours[step]["loss"] == pytest.approx(row["loss"], rel=tolerance), step
+    weights, others = (load_file(path / "model.safetensors") for path in (out_dir, reference))
+    assert weights.keys() == others.keys()
+    for name, other in others.items():
+        assert (weights[name] - other).norm() <= 10 * tolerance * other.norm(), name
+
+
+STEPS = {"cuda": 120, "cpu": 20}  # of a run that is stopped on its way, which a GPU soon is at
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data_dir, tmp_path_factory):
+    """A function of a device: the folder of a run of so many steps there."""
+
+    @functools.cache
+    def run(device):
+        out = tmp_path_factory.mktemp(device) / "out"
+        arguments = run_flags(device, data_dir, out, max_steps=STEPS[device])
+        answer(run_script, "train.py", *arguments)
+        return out
+
+    return run
+
+
+@on("cuda", "cpu")
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(device, undisturbed, data_dir, tmp_path):
+    out = tmp_path / "out"
+    arguments = run_flags(device, data_dir, out, max_steps=STEPS[device])
+    job = start(run_script, "train.py", *arguments)
+    while job.process.is_alive() and max(logged(out), default=0) < 5:
+        time.sleep(0.002)
+    job.process.terminate()  # SIGTERM
+    job.answer()
+    assert 5 <= max(logged(out)) < STEPS[device]
+    answer(run_script, "train.py", *arguments, "--init=resume")
+    assert_same_course(out, undisturbed(device))
+
+
+@on("cuda", SLOW_ON_CPU)
+def test_sums_over_ranks(device, data_dir, tmp_path):
+    """torchrun's one process sums with itself, by NCCL on a GPU, and learns what it would alone."""
+    sizes = {"max_steps": 8, "batch_size": 8, "batch_start": 8}
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    job = start(run_script, "train.py", *run_flags(device, data_dir, alone, **sizes))
+    said = answer(torchrun, str(tmp_path), *run_flags(device, data_dir, out, **sizes))
+    job.answer()
+    assert f"summed on {device}" in said.splitlines()
+    assert_same_course(out, alone)
+
+
+# One process has nothing to sum. Two that it takes itself for have one micro-batch, which is its.
+ONE_OF_TWO = """
+import runpy, sys
+from nanocram import parallel
+
+all_reduce = parallel.dist.all_reduce
+summed = set()
+
+def watched(tensor, **options):
+    summed.add(tensor.device.type)
+    return all_reduce(tensor, **options)
+
+parallel.WORLD = 2
+parallel.dist.all_reduce = watched
+sys.argv[0] = "train.py"
+runpy.run_path("train.py", run_name="__main__")
+for name in summed:
+    print("summed on", name)
+"""
+
+
+def torchrun(folder, *arguments):
+    """What train.py says as one process of torchrun, with ONE_OF_TWO around it."""
+    program = f"{folder}/one_of_two.py"
+    with open(program, "w") as f:
+        f.write(ONE_OF_TWO)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, program, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@on("cuda", SLOW_ON_CPU)
+def test_fine_tuning(device, undisturbed, glue_files, tmp_path):
+    """Padded pairs; the scores of a regression are those of the same fine-tuning on a CPU."""
+    pytest.importorskip("sklearn")
+    pytest.importorskip("scipy")
+    settings = {"tasks": "stsb", "seeds": 1, "epochs": 3, "glue_dir": glue_files[0]}
+    settings |= {"glue_dropout": 0.0, "glue_lr": 1e-3, "dtype": "float32"}
+    scores = []
+    for where in (device, "cpu"):
+        folder = shutil.copytree(undisturbed(device), tmp_path / f"on {where}, {len(scores)}")
+        arguments = flags(model=folder, device=where, **settings)
+        answer(run_script, "finetune_glue.py", *arguments)
+        ((run,),) = glue.runs_by_name(folder).values()
+        scores.append(run["scores"])
+    ours, reference = scores
+    assert ours.keys() == reference.keys()
+    for name, score in reference.items():
+        assert ours[name] == pytest.approx(score, abs=2), name
+
+
+# A model in host memory
+
+
+@on("cuda", SLOW_ON_CPU)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offload_is_the_plain_run(device, dtype, data_dir, tmp_path):
+    """Several micro-batches a step, dropout, gradients that are nowhere zero."""
+    settings = {"optimizer": "adamw", "zero_init": False, "dropout": 0.1, "dtype": dtype}
+    settings |= {"max_steps": 8, "batch_size": 24, "n_layer": 3}
+    jobs = []
+    for offload in (False, True):
+        out = tmp_path / f"{offload}"
+        arguments = run_flags(device, data_dir, out, offload=offload, **settings)
+        jobs.append(start(run_script, "train.py", *arguments))
+    for job in jobs:
+        job.answer()
+    assert_same_course(tmp_path / "True", tmp_path / "False", PRECISION[dtype])
+
+
+# Long ones, which have been on their way since the first test, and one that wants the GPU alone
+
+
+WAYS = [("cuda", "eager"), ("cuda", "compiled"), ("cpu", "eager")]  # a CPU compiles for minutes
+
+
+@pytest.mark.parametrize(("device", "mode"), WAYS, indirect=["device"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradients(device, model, dtype, mode):
+    assert_precise(answer(numerics, device, model)[dtype, mode], dtype)
+
+
+# Blocks of 24M weights; on an H200 the arithmetic of 64 rows takes about as long as their copies.
+STREAMED = {
+    "vocab_size": 32768,
+    "n_layer": 6,
+    "n_head": 12,
+    "n_embd": 1536,
+    "n_inner": 3072,
+    "micro_batch": 64,
+    "batch_size": 64,
+    "batch_start": 64,
+}
+
+
+def seconds_of(work, *args):
+    times = [machine.timed(torch.device(train.device), work, *args)[0] for _ in range(7)]
+    return statistics.median(times[2:])
+
+
+def micro_batch_seconds(run):
+    # What there is once a step, such as AdamW on the host, is not in the difference.
+    few, many = (seconds_of(bench.train_step, run, n_micro) for n_micro in (2, 6))
+    return (many - few) / 4
+
+
+def compute_alone():
+    run = bench.new_run()
+    for block in run.model.model.layers:
+        block.forward = functools.partial(computed_anew, block.forward, use_reentrant=False)
+    return micro_batch_seconds(run)
+
+
+def copies_alone(device):
+    """The weights of each block go to the device twice; gradients are summed there."""
+    size = 4 * train.n_embd**2 + 3 * train.n_embd * train.n_inner
+    on_host = torch.zeros(size, pin_memory=device == "cuda")
+    on_device = torch.zeros(size, device=device)
+
+    def copy_weights():
+        for _ in range(2 * train.n_layer):
+            on_device.copy_(on_host, non_blocking=True)
+
+    return seconds_of(copy_weights)
+
+
+def overlap(device, **sizes):
+    """Seconds of a micro-batch: its compute alone, its copies alone, both as offload has them."""
+    set_up(device, optimizer="adamw", dtype="auto", **(STREAMED | sizes))
+    found = {"compute": compute_alone(), "copies": copies_alone(device)}
+    train.offload = True
+    return found | {"both": micro_batch_seconds(bench.new_run())}
+
+
+@on("cuda")
+def test_copies_hide_behind_the_compute(device):
+    """The one test that other work on the GPU would spoil: it comes when all else is done."""
+    end_early_jobs()
+    seconds = answer(overlap, device)
+    assert seconds["both"] < 1.25 * max(seconds["compute"], seconds["copies"]), seconds

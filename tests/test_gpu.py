@@ -56,28 +56,37 @@ class Job:
     process: multiprocessing.Process
     receiver: multiprocessing.connection.Connection
 
-    def answer(self):
-        """What the call returned; the test fails with all it said where there is no answer."""
+    def outcome(self):
+        """(What the call returned, ""), or (None, all that it said, and why there is no answer)."""
         try:
             if not self.receiver.poll(TIMEOUT):
-                pytest.fail(f"no answer in {TIMEOUT} s")
-            value, said = self.receiver.recv()
+                return None, f"no answer in {TIMEOUT} s"
+            return self.receiver.recv()
         except EOFError:
             self.process.join()
-            pytest.fail(f"the process died with exit code {self.process.exitcode}")
+            return None, f"the process died with exit code {self.process.exitcode}"
         finally:
             self.process.kill()
             self.process.join()
-        if said:
-            pytest.fail(said)
-        return value
+
+    def answer(self):
+        return value_of(self.outcome())
+
+
+def value_of(outcome):
+    """What a call returned; the test that asks fails where it did not."""
+    value, failure = outcome
+    if failure:
+        pytest.fail(failure)
+    return value
 
 
 def child(sender, work, *args):
     """Send (what work(*args) returns, "") or (None, all that it said and how it failed)."""
     show_gpus()
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # which was for the server
     machine.matmul_rate = lambda *where: 1e12  # seconds of work
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         sys.stdout = sys.stderr = said
         try:
             sender.send((work(*args), ""))
@@ -113,10 +122,14 @@ EARLY = {}  # jobs that were started before anyone asked for their answers
 
 
 @functools.cache
+def outcome(work, *args):
+    job = EARLY.pop((work, *args), None) or start(work, *args)
+    return job.outcome()
+
+
 def answer(work, *args):
     """What work(*args) returns in a process of its own; several tests may ask, it runs once."""
-    job = EARLY.pop((work, *args), None) or start(work, *args)
-    return job.answer()
+    return value_of(outcome(work, *args))
 
 
 @functools.cache
@@ -126,7 +139,7 @@ def no_gpu():
         return "this torch is built without CUDA"
     if "PYTEST_XDIST_WORKER" in os.environ:
         return "on a GPU one at a time: python -m pytest tests/test_gpu.py"
-    return "" if answer(torch.cuda.device_count) else "torch sees no GPU"
+    return "" if answer(torch.cuda.is_available) else "torch sees no GPU"
 
 
 SLOW_ON_CPU = pytest.param("cpu", id="cpu", marks=pytest.mark.slow)
@@ -189,7 +202,7 @@ MODELS = {  # a recipe, and the fewest layers in which it is itself
 }
 SIZES = {
     "cuda": {},  # the recipe's: 768 wide, 32,768 entries
-    "cpu": {"vocab_size": 600, "n_head": 2, "n_embd": 64, "n_inner": 96},
+    "cpu": {"vocab_size": 600, "n_head": 2, "n_embd": 32, "n_inner": 48},
 }
 
 
@@ -315,7 +328,9 @@ def memory(device):
         if step in (10, 50):
             found.append(live_bytes(device))
     leak = torch.zeros(10**6, dtype=torch.uint8, device=device)
-    return *found, live_bytes(leak.device.type)
+    found.append(live_bytes(device))
+    del leak
+    return found
 
 
 @on("cuda", "cpu")
@@ -326,15 +341,18 @@ def test_steps_take_no_more_memory(device):
 
 
 def waits(device):
-    """{(optimiser, dtype): (times that each of five steps waits for the GPU, of one .item())}."""
+    """{(optimiser, dtype): (where each of five steps waits for the GPU, where one .item() does)}.
 
-    def count(work, *args):
+    As far as torch notices it: its debug mode sees copies to the host, not every call of CUDA."""
+
+    def places(work, *args):
         torch.cuda.set_sync_debug_mode("warn")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             work(*args)
         torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
+        waited = [one for one in said if "synchronizing CUDA operation" in str(one.message)]
+        return [f"{one.filename}:{one.lineno}" for one in waited]
 
     found = {}
     for optimizer, dtype in itertools.product(("muon", "adamw"), DTYPES):
@@ -344,8 +362,8 @@ def waits(device):
         run = bench.new_run()
         for _ in range(2):  # the optimisers make their states
             bench.train_step(run, n_micro=2)
-        steps = [count(bench.train_step, run, 2) for _ in range(5)]
-        found[optimizer, dtype] = steps, count(run.model.decoder.bias[0].item)
+        steps = [places(bench.train_step, run, 2) for _ in range(5)]
+        found[optimizer, dtype] = steps, places(run.model.decoder.bias[0].item)
     return found
 
 
@@ -354,9 +372,9 @@ def waits(device):
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_step_waits_once(device, optimizer, dtype):
     """In update(), for loss and norm. test_train.py counts what it asks of a CPU."""
-    steps, one = answer(waits, device)[optimizer, dtype]
-    assert one == 1
-    assert steps == [1] * 5
+    steps, one_item = answer(waits, device)[optimizer, dtype]
+    assert len(one_item) == 1  # or nothing would be noticed
+    assert [len(places) for places in steps] == [1] * 5, steps
 
 
 # Whole runs
@@ -368,7 +386,7 @@ def graphs(device, data_dir, out_dir):
     The graphs it has in the end, how much changes over the run, and whether a batch with a row less
     is noticed."""
     changes = {"compile": True, "n_layer": 1, "max_steps": 12, "batch_size": 32}
-    changes |= {"eval_rows": 21, "evals": 4}
+    changes |= {"eval_rows": 21, "evals": 4, "dtype": "auto"}
     set_up(device, data_dir=data_dir, out_dir=out_dir, **changes)
     if device == "cpu":  # where inductor takes a minute; it is Dynamo that decides
         torch.compile = functools.partial(torch.compile, backend="eager")
@@ -558,7 +576,7 @@ def test_fine_tuning(device, undisturbed, glue_files, tmp_path):
     settings |= {"glue_dropout": 0.0, "glue_lr": 1e-3, "dtype": "float32"}
     scores = []
     for where in (device, "cpu"):
-        folder = shutil.copytree(undisturbed(device), tmp_path / f"on {where}, {len(scores)}")
+        folder = shutil.copytree(undisturbed(device), tmp_path / f"model{len(scores)}")
         arguments = flags(model=folder, device=where, **settings)
         answer(run_script, "finetune_glue.py", *arguments)
         ((run,),) = glue.runs_by_name(folder).values()
@@ -566,7 +584,7 @@ def test_fine_tuning(device, undisturbed, glue_files, tmp_path):
     ours, reference = scores
     assert ours.keys() == reference.keys()
     for name, score in reference.items():
-        assert ours[name] == pytest.approx(score, abs=2), name
+        assert ours[name] == pytest.approx(score, abs=3), name  # of 100
 
 
 # A model in host memory

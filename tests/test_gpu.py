@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import runpy
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -190,6 +189,20 @@ def run_script(name, *arguments):
 
 def flags(**settings):
     return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def test_a_process_sees_the_gpus_that_are_hidden_here():
+    before = os.environ["GPUS_BEFORE_TESTS"]
+    seen = start(os.getenv, "CUDA_VISIBLE_DEVICES", "all").answer()
+    assert seen == before
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_a_process_that_fails_is_told():
+    with pytest.raises(pytest.fail.Exception, match=r"bench\.py has no setting n_layers"):
+        start(run_script, "bench.py", "--n_layers=3").answer()
+    with pytest.raises(pytest.fail.Exception, match="died with exit code"):
+        start(os.abort).answer()
 
 
 # Losses and gradients beside those of float32 on the CPU
@@ -429,8 +442,8 @@ def test_nothing_is_compiled_after_the_start(device, data_dir, tmp_path):
 
 
 def states(device, data_dir, out_dir):
-    """{"Muon.momentum_buffer": devices, …} of a resumed run, and how many entries differ."""
-    set_up(device, data_dir=data_dir, out_dir=out_dir)
+    """{"Muon.momentum_buffer": devices, …} of a resumed run, and the error of each tensor."""
+    set_up(device, data_dir=data_dir, out_dir=out_dir, zero_init=False)
     run = bench.new_run()
     for _ in range(2):
         bench.train_step(run)
@@ -440,24 +453,24 @@ def states(device, data_dir, out_dir):
     checkpoint.restore(again, train.optimizer)
     bench.train_step(run)
     bench.train_step(again)
-    where, error = {}, 0.0
+    where, errors = {}, []
     for ours, theirs in zip(again.optimizers, run.optimizers, strict=True):
         for mine, other in zip(ours.state.values(), theirs.state.values(), strict=True):
             for name, tensor in mine.items():
                 key = f"{type(ours).__name__}.{name}"
                 where.setdefault(key, set()).add(tensor.device.type)
                 difference = (tensor - other[name]).norm() / other[name].norm()
-                error = max(error, difference.item())
-    return where, error
+                errors.append(difference.item())
+    return where, errors
 
 
 @on("cuda", "cpu")
 def test_states_of_optimisers_after_a_resume(device, data_dir, tmp_path):
     """They are on the device, and a step later equal to those of a run that was not resumed."""
-    where, error = answer(states, device, str(data_dir), str(tmp_path / "out"))
+    where, errors = answer(states, device, str(data_dir), str(tmp_path / "out"))
     adamw = {f"AdamW.{name}": {device} for name in ("exp_avg", "exp_avg_sq", "step")}
     assert where == adamw | {"Muon.momentum_buffer": {device}}
-    assert error < 1e-3
+    assert all(error < 1e-3 for error in errors)
 
 
 def run_flags(device, data_dir, out_dir, **settings):
@@ -484,7 +497,7 @@ def assert_same_course(out_dir, reference, tolerance=1e-3):
         assert (weights[name] - other).norm() <= 10 * tolerance * other.norm(), name
 
 
-STEPS = {"cuda": 120, "cpu": 20}  # of a run that is stopped on its way, which a GPU soon is at
+STEPS = {"cuda": 120, "cpu": 20}  # of a run that is to be stopped before: a GPU is soon there
 
 
 @pytest.fixture(scope="module")
@@ -633,14 +646,15 @@ STREAMED = {
 
 
 def seconds_of(work, *args):
+    """The least of five measurements, after two that warm up: other work slows some down."""
     times = [machine.timed(torch.device(train.device), work, *args)[0] for _ in range(7)]
-    return statistics.median(times[2:])
+    return min(times[2:])
 
 
 def micro_batch_seconds(run):
-    # What there is once a step, such as AdamW on the host, is not in the difference.
-    few, many = (seconds_of(bench.train_step, run, n_micro) for n_micro in (2, 6))
-    return (many - few) / 4
+    """What there is once a step, such as AdamW on the host, is not in the difference."""
+    few, many = (seconds_of(bench.train_step, run, n_micro) for n_micro in (2, 10))
+    return (many - few) / 8
 
 
 def compute_alone():

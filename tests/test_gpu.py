@@ -370,8 +370,8 @@ def waits(device):
     found = {}
     for optimizer, dtype in itertools.product(("muon", "adamw"), DTYPES):
         # 4,096 tokens: from 3,073 on the embedding's gradient is computed in another way.
-        set_up(device, optimizer=optimizer, dtype=dtype, micro_batch=32, batch_start=32)
-        vars(train).update(batch_size=64)
+        rows = {"micro_batch": 32, "batch_start": 32, "batch_size": 64}
+        set_up(device, optimizer=optimizer, dtype=dtype, **rows)
         run = bench.new_run()
         for _ in range(2):  # the optimisers make their states
             bench.train_step(run, n_micro=2)
@@ -540,7 +540,8 @@ def test_sums_over_ranks(device, data_dir, tmp_path):
     assert_same_course(out, alone)
 
 
-# One process has nothing to sum. Two that it takes itself for have one micro-batch, which is its.
+# A process alone sums nothing. This one takes itself for the first of two, whose steps have but one
+# micro-batch: it computes that, and the sum over all there are is its own.
 ONE_OF_TWO = """
 import runpy, sys
 from nanocram import parallel
@@ -607,13 +608,14 @@ def test_fine_tuning(device, undisturbed, glue_files, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offload_is_the_plain_run(device, dtype, data_dir, tmp_path):
     """Several micro-batches a step, dropout, gradients that are nowhere zero."""
-    settings = {"optimizer": "adamw", "zero_init": False, "dropout": 0.1, "dtype": dtype}
+    recipe = str(ROOT / "config/offload.py")
+    settings = {"zero_init": False, "dropout": 0.1, "dtype": dtype}
     settings |= {"max_steps": 8, "batch_size": 24, "n_layer": 3}
     jobs = []
     for offload in (False, True):
         out = tmp_path / f"{offload}"
         arguments = run_flags(device, data_dir, out, offload=offload, **settings)
-        jobs.append(start(run_script, "train.py", *arguments))
+        jobs.append(start(run_script, "train.py", recipe, *arguments))
     for job in jobs:
         job.answer()
     assert_same_course(tmp_path / "True", tmp_path / "False", PRECISION[dtype])

@@ -403,26 +403,27 @@ def graphs(device, data_dir, out_dir):
     set_up(device, data_dir=data_dir, out_dir=out_dir, **changes)
     if device == "cpu":  # where inductor takes a minute; it is Dynamo that decides
         torch.compile = functools.partial(torch.compile, backend="eager")
-    compile_loss = train.compile_loss
+    save = train.save
     runs = []
 
-    def compile_and_no_more(run, *args):
-        compile_loss(run, *args)
+    def save_and_compile_no_more(run):
         runs.append(run)
-        # From here on a new graph is an error, which names the guard. The limit of recompilations,
-        # and fail_on_recompile_limit_hit with it, would let eight of them pass.
+        # From the first save on, before the first step, a new graph is an error, which names the
+        # guard. fail_on_recompile_limit_hit would let seven of them pass.
         torch._dynamo.config.error_on_recompile = True
+        return save(run)
 
-    train.compile_loss = compile_and_no_more
+    train.save = save_and_compile_no_more
     train.main()
 
     counters = torch._dynamo.utils.counters
     rows = record.read_log(out_dir)
     found = {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
+    found["saves"] = len(runs)
     found["evaluations"] = sum("val_loss_15" in row for row in rows)
     for column in ("batch_size", "mask_rate"):
         found[column] = len({row[column] for row in rows if column in row})
-    (run,) = runs
+    run = runs[0]
     batch = train.batch_at(run, 0, 20)
     try:
         run.loss_fn(*(tensor[1:] for tensor in batch))
@@ -437,7 +438,8 @@ def test_nothing_is_compiled_after_the_start(device, data_dir, tmp_path):
     found = answer(graphs, device, str(data_dir), str(tmp_path / "out"))
     assert found["graphs"] == 2  # training and evaluation
     assert found["breaks"] == 0
-    assert min(found[what] for what in ("evaluations", "batch_size", "mask_rate")) > 2
+    changes = ("batch_size", "mask_rate", "evaluations", "saves")
+    assert min(found[what] for what in changes) > 2
     assert found["noticed"]
 
 
@@ -485,12 +487,13 @@ def logged(out_dir):
 
 
 def assert_same_course(out_dir, reference, tolerance=1e-3):
-    """Same steps, same rows; losses within tolerance of each other, and so the weights."""
+    """Same steps, same rows; losses within tolerance; norms of gradients and weights within ten."""
     ours, theirs = logged(out_dir), logged(reference)
     assert ours.keys() == theirs.keys()
     for step, row in theirs.items():
         assert ours[step]["tokens"] == row["tokens"]
         assert ours[step]["loss"] == pytest.approx(row["loss"], rel=tolerance), step
+        assert ours[step]["grad_norm"] == pytest.approx(row["grad_norm"], rel=10 * tolerance), step
     weights, others = (load_file(path / "model.safetensors") for path in (out_dir, reference))
     assert weights.keys() == others.keys()
     for name, other in others.items():

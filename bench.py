@@ -106,7 +106,8 @@ def measure_speed(run):
     n_rows = n_micro * train.micro_batch
     limit = machine.matmul_rate(dev, run.amp_dtype)
     n_steps = DISCARDED + bench_steps
-    seconds = [machine.timed(dev, train_step, run, n_micro)[0] for _ in range(n_steps)][DISCARDED:]
+    seconds = [machine.timed(dev, train_step, run, n_micro)[0] for _ in range(n_steps)]
+    seconds = seconds[DISCARDED:]
     limit = max(limit, machine.matmul_rate(dev, run.amp_dtype))
 
     speeds = [n_rows * train.seq_len / s for s in seconds]

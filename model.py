@@ -109,8 +109,7 @@ class Embeddings(nn.Module):
         if config.position == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
         elif config.position == "sinusoidal":
-            # The paper's: a fixed table times one learnt scale (section 4.2). The scale is a vector
-            # of one entry, since fully_shard takes no scalar.
+            # The paper's: a fixed table times one learnt scale (section 4.2).
             self.position_scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
             table = torch.stack((angles.sin(), angles.cos()), dim=-1)  # sin on even, cos on odd

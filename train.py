@@ -79,7 +79,7 @@ zero_init = True                # the blocks' output matrices start at zero, as 
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of matrix products
-compile = True                  # torch.compile; off where it cannot, and with offload
+compile = True                  # torch.compile; off where it cannot
 offload = False                 # keep weights, gradients and optimiser state in host memory
 # the record
 evals = 20                      # evaluations over the run, evenly spread, besides the last
@@ -106,7 +106,7 @@ from model import MaskedLM, ModelConfig, make_loss
 from nanocram import checkpoint, machine, model_folder, parallel, record, safety
 from nanocram.data import IGNORE, Rows, draw_masks, fill_masks, held_out, load_meta, load_tokenizer
 from nanocram.muon import Muon
-from nanocram.offload import memory_plan, move_to_host
+from nanocram.offload import Streamed, memory_plan
 
 MAX_SKIPPED = 50  # unusable steps in a row end a run; float16 needs some to find its loss scale
 RETRY_SECONDS = 60  # after a save that failed
@@ -225,15 +225,21 @@ class Run:
         self.device = dev
         self.amp_dtype = amp_dtype  # of the matrix products; weights are float32
         self.folder = Path(out_dir)
+        if offload:
+            sizes = micro_batch, seq_len, most_masks()
+            free = [machine.free_bytes(where) for where in (torch.device("cpu"), dev)]
+            plan, sums_stay = memory_plan(config, amp_dtype, *sizes, dev.type == "cuda", free)
+            print(plan, flush=True)
         self.model = MaskedLM(config)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)  # nats, summed over a micro-batch
         self.flops_per_token = self.model.flops_per_token(seq_len, most_masks())
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
-        # {name: parameter} for the optimisers: the model's own, or those that stay on the host.
-        if offload:
-            self.weights = move_to_host(self.model, dev)
+        if offload:  # the model stays on the host, and what it computes goes to the device
+            machine.keep_freed_memory()
+            self.streamed = Streamed(self.model, dev, amp_dtype, sums_stay)
         else:
-            self.weights = dict(self.model.to(dev).named_parameters())
+            self.model.to(dev)
+        self.weights = dict(self.model.named_parameters())
         self.optimizers = build_optimizers(self.weights)
         # In float16 the loss is scaled, so that small gradients survive. GradScaler makes its scale
         # at its first use: here, for a rank whose first step may have no micro-batch.
@@ -327,6 +333,8 @@ def accumulate(run, n_rows, n_mask):
             cut = True
             break
         ids, positions, labels = batch_at(run, row, n_mask)
+        if offload:  # gradients go to the host with the last one
+            run.streamed.is_last = row == starts[-1]
         loss = run.loss_fn(ids, positions, labels) / n_predicted
         run.scaler.scale(loss).backward()
         total_loss += loss.detach()
@@ -342,10 +350,11 @@ def update(run, total_loss, lr_share):
     """Step the optimisers with the gradients of all ranks; skip them where they are not finite.
 
     Returns (loss in nats per predicted token, norm of the gradient before clipping), floats."""
-    for weight, p in zip(run.weights.values(), run.model.parameters(), strict=True):
-        if p.grad is None:  # on a rank that had no micro-batch
-            p.grad = torch.zeros_like(p)
-        weight.grad = model_folder.plain(p.grad)  # itself, unless offload made it a DTensor
+    if offload:
+        run.streamed.collect()
+    for weight in run.weights.values():
+        if weight.grad is None:  # on a rank that had no micro-batch
+            weight.grad = torch.zeros_like(weight)
     parallel.add_up([total_loss, *(weight.grad for weight in run.weights.values())])
     for o in run.optimizers:
         run.scaler.unscale_(o)
@@ -370,8 +379,8 @@ def update(run, total_loss, lr_share):
 
 
 def drop_gradients(run):
-    for p in (*run.model.parameters(), *run.weights.values()):
-        p.grad = None
+    for weight in run.weights.values():
+        weight.grad = None
 
 
 def warm_up(run, held_out_rows):
@@ -382,7 +391,9 @@ def warm_up(run, held_out_rows):
     eager = run.loss_fn
     while True:
         held_out_sets = held_out(held_out_rows, micro_batch)
-        if compile and not offload:
+        if compile and offload:
+            run.loss_fn = run.streamed.compiled(eager)
+        elif compile:
             run.loss_fn = torch.compile(eager, dynamic=False)
         is_too_large = not fits(run, eager, held_out_sets[15][0])
         if not parallel.anyone(is_too_large):
@@ -728,9 +739,6 @@ def main():
     train_rows = Rows(folder / "train.bin", counts["rows"], seq_len, vocab_size)
     val_rows = Rows(folder / "val.bin", counts["val_rows"], seq_len, vocab_size)
     held_out_rows = val_rows.read(0, min(val_rows.count, eval_rows))
-    if offload:
-        sizes = micro_batch, seq_len, most_masks()
-        print(memory_plan(config, amp_dtype, *sizes, pinned=dev.type == "cuda"), flush=True)
 
     # The run: fresh, or from its checkpoint. One process at a time may write to out_dir.
     run = Run(config, meta, train_rows, dev, amp_dtype)
@@ -753,7 +761,7 @@ def main():
     safety.stop_at_signals(stop_run)
 
     # The clock starts. Compiling and finding a micro_batch that fits count, though the schedule
-    # begins after them. An offloaded model is not compiled: fully_shard's hooks break its graph.
+    # begins after them.
     clock.start()
     run.saved_at = clock.started
     run.first_row = state.row

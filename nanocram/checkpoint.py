@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from nanocram.model_folder import misfit, not_finite, plain
+from nanocram.model_folder import misfit, not_finite
 from nanocram.safety import write_beside
 
 VERSION = 2  # of the format; another one is refused
@@ -22,7 +22,7 @@ def write(run, optimizer):
     """Write ckpt.pt of a train.Run; the old one is there until the new one is whole.
 
     Raises OSError or RuntimeError where that fails, ValueError where a weight is not finite."""
-    weights = {name: plain(tensor) for name, tensor in run.model.state_dict().items()}
+    weights = run.model.state_dict()
     wrong = not_finite(weights)
     if wrong:
         raise ValueError(wrong)
@@ -52,7 +52,7 @@ def restore(run, optimizer):
     if wrong:
         sys.exit(f"{path} {wrong}")
     for name, tensor in run.model.state_dict().items():
-        plain(tensor).copy_(checkpoint["model"][name])
+        tensor.copy_(checkpoint["model"][name])
     for o, state in zip(run.optimizers, checkpoint["optimizers"], strict=True):
         o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
     if checkpoint["scaler"] and run.scaler.is_enabled():

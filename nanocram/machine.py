@@ -7,6 +7,7 @@ None of it is needed to understand a step of training.
 
 import contextlib
 import ctypes
+import math
 import os
 import platform
 import re
@@ -105,6 +106,16 @@ def keep_freed_memory():
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks too come from the heap ...
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
+
+
+def free_bytes(device):
+    """Bytes of memory that are free on a torch.device; infinite where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    path = Path("/proc/meminfo")
+    text = path.read_text() if path.exists() else ""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    return 1024 * int(found[1]) if found else math.inf
 
 
 def timed(device, work, *args):

@@ -70,7 +70,7 @@ def folder_config(config, labels=None):
 
 def to_folder_keys(state, config):
     """Our state dict under the names of the model folder: the tied decoder once, q, k, v as one."""
-    state = {key: plain(tensor) for key, tensor in state.items() if key != "decoder.weight"}
+    state = {key: tensor for key, tensor in state.items() if key != "decoder.weight"}
     if not_native(config):
         return state
     for key in [key for key in state if ".attn.Wq." in key]:
@@ -128,11 +128,6 @@ def load(folder, device="cpu"):
         why = f"name the out_dir of a run ({type(e).__name__}: {first_line(e)})"
         raise ValueError(f"{folder} is no model folder of train.py: {why}") from None
     return model.to(device).eval()
-
-
-def plain(tensor):
-    """The tensor behind a DTensor of one process (--offload=True), in its memory; or tensor."""
-    return tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor
 
 
 def misfit(state, wanted):

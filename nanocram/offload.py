@@ -1,101 +1,243 @@
-"""Training with everything in host memory: the model may be larger than the card (--offload=True).
+"""A model larger than the card: it lives in host memory and streams through (--offload=True).
 
     python train.py config/offload.py
     python train.py config/tiny.py --offload=True --optimizer=adamw    # the same path, on a CPU
 
-float32 weights, gradients and AdamW's state live on the host. One block at a time comes to the
-device, in the forward pass and once more in the backward pass, which computes the block anew. As
-far as torch's source tells, fully_shard does not hide these copies behind the compute.
+float32 weights, gradients and AdamW's moments are on the host, as in MegaTrain (arXiv 2604.05091);
+while a block computes, the next comes. docs/how_it_works.md has a picture.
 """
 
+import copy
 import functools
-import warnings
+import sys
 
 import torch
-import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 from model import Block, MaskedLM, mixed_precision
 
 
-def move_to_host(model, dev):
-    """Keep a MaskedLM in host memory, as DTensors of one process, and compute on dev.
-
-    Returns {name: parameter}: ordinary tensors that share their memory, for the optimisers."""
-    # Half a second that other runs need not wait for.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-    # That logits are a view: nobody writes into them.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    if not dist.is_initialized():  # fully_shard asks for a process group, be it of one
-        backend = "cpu:gloo,cuda:nccl" if dev.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(dev.type, (1,))
-    policy = CPUOffloadPolicy(pin_memory=dev.type == "cuda")
-    for block in model.model.layers:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    # Embeddings and head are one more group, which is on the device all the time.
-    fully_shard(model, mesh=mesh, offload_policy=policy)
-    on_host = {name: p.to_local().detach() for name, p in model.named_parameters()}
-    return {name: torch.nn.Parameter(tensor) for name, tensor in on_host.items()}
+def split(model):
+    """The parameters of a MaskedLM: [those outside of its blocks, block 0's, block 1's, …]."""
+    outside = [p for name, p in model.named_parameters() if ".layers." not in name]
+    return [outside, *(list(block.parameters()) for block in model.model.layers)]
 
 
-def memory_plan(config, amp_dtype, micro_batch, seq_len, n_predicted, pinned):
-    """What memory a model of config takes, in a line, before anything of it is made."""
+def padded(p):
+    """Numbers that p takes in a flat buffer, where each tensor begins at a multiple of 16 bytes."""
+    return p.numel() + -p.numel() % 4
+
+
+def views(flat, parameters):
+    """Tensors of the parameters' shapes, one behind the other in flat."""
+    sizes = [padded(p) for p in parameters]
+    parts = flat[: sum(sizes)].split(sizes)
+    return [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+
+def memory_plan(config, amp_dtype, micro_batch, seq_len, n_predicted, pinned, free):
+    """(what memory a model of config takes, in words; whether sums_stay, as Streamed has it).
+
+    free: bytes free on the host and on the device. Exits with one line where the host's are few."""
     with torch.device("meta"):
-        model = MaskedLM(config)
-    on_host = host_bytes(model, pinned) / 1e9
-    on_device = device_bytes(model, amp_dtype, micro_batch, seq_len, n_predicted) / 1e9
-    return f"offload: {on_host:.3g} GB in host memory, about {on_device:.3g} GB on the device"
+        outside, *blocks = (4 * sum(map(padded, group)) for group in split(MaskedLM(config)))
+    # torch hands out pinned memory in powers of two.
+    sizes = [1 << (size - 1).bit_length() if pinned else size for size in (outside, *blocks)]
+    # Weights and gradients, two moments, and the weights of a checkpoint while it is read.
+    on_host = 2 * sum(sizes) + 3 * (outside + sum(blocks))
+    words = f"offload: {on_host / 1e9:.3g} GB in host memory"
+    if on_host > free[0]:
+        missing = f"{(on_host - free[0]) / 1e9:.3g} GB more than are free"
+        sys.exit(f"{words}, {missing}: type a smaller --n_layer or --n_embd")
+
+    # A token leaves its input to each block, and what one block keeps; a predicted one its logits.
+    C = config.n_embd
+    width = amp_dtype.itemsize
+    token = 4 * C * config.n_layer + 4 * C + width * (9 * C + 4 * config.n_inner)
+    logits = (8 + width) * config.vocab_size
+    rows = micro_batch * (seq_len * token + n_predicted * logits)
+    # Outside of the blocks: weights, sums, the table's two gradients before they are one. Of the
+    # blocks: two slots, two sums, gradients on their way to these, weights as autocast has them.
+    least = 4 * outside + 6 * max(blocks) + rows
+    most = least + sum(blocks) - 2 * max(blocks)
+    sums_stay = most < 0.9 * free[1]
+    on_device = most if sums_stay else least
+    where = "add up on the device" if sums_stay else "come and go with the weights"
+    return f"{words}, about {on_device / 1e9:.3g} GB on the device; gradients {where}", sums_stay
 
 
-def host_bytes(model, pinned):
-    """Bytes in host memory: weights, gradients, two moments, and q, k, v side by side for a save.
+class Slot:
+    """A flat buffer on the device, in which groups of parameters take turns."""
 
-    pinned: weights and gradients are in pinned memory, which torch hands out in powers of two."""
-    sizes = [p.nbytes for p in model.parameters()]
-    held = sum(1 << (size - 1).bit_length() for size in sizes) if pinned else sum(sizes)
-    saving = 12 * model.config.n_layer * model.config.n_embd**2
-    return 2 * held + 2 * sum(sizes) + saving
-
-
-def device_bytes(model, amp_dtype, micro_batch, seq_len, n_predicted):
-    """Bytes on the device, about: embeddings, head, the largest block, and the activations."""
-    config = model.config
-    blocks = [sum(p.nbytes for p in block.parameters()) for block in model.model.layers]
-    there = sum(p.nbytes for p in model.parameters()) - sum(blocks) + max(blocks)
-    # The weights, their gradients, two copies of these on their way, and what autocast multiplies.
-    weights = 4 * there + (there // 2 if amp_dtype != torch.float32 else 0)
-
-    # All that one block keeps, with attention in float32. The difference of two rows and one: the
-    # weights in low precision are in both.
-    block = Block(config, first=False)
-    kept = []
-    for rows in (1, 2):
-        x = torch.randn(rows, seq_len, config.n_embd, requires_grad=True)
-        with mixed_precision(x.device, amp_dtype):
-            forward = functools.partial(block, x, None, None)
-            kept.append(saved_for_backward(forward, block.parameters()))
-    inputs = 4 * config.n_layer * seq_len * config.n_embd  # of every block, for a row
-    logits = 10 * n_predicted * config.vocab_size  # in low precision, in float32, their softmax
-    return weights + micro_batch * (inputs + kept[1] - kept[0] + logits)
+    def __init__(self, size, dev, streams):
+        self.buffer = torch.empty(size, device=dev)
+        self.holds = None  # the host's buffer whose copy is in it, or on its way
+        self.came = streams.Event()  # it is there
 
 
-def saved_for_backward(forward, parameters):
-    """Bytes that forward() keeps for the backward pass: each storage once, no parameters."""
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-    kept = {}  # bytes of a storage, by its address
+class Group:
+    """Parameters that travel together: on the host they are views into one flat buffer.
 
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        kept[address] = 0 if address in own else storage.nbytes()
-        return tensor.detach()  # the tensor itself would keep the graph that keeps it
+    Their gradients are views into another. memo gets {id of a parameter: the one in the slot}."""
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()
-    # Not before: until here no storage can have been freed, and its address used again.
-    del result
-    return sum(kept.values())
+    def __init__(self, parameters, weight_slot, sum_slot, memo):
+        size = sum(map(padded, parameters))
+        pinned = weight_slot.buffer.is_cuda  # the card copies from pinned memory by itself
+        self.weights = torch.empty(size, pin_memory=pinned)
+        self.sums = torch.empty(size, pin_memory=pinned)
+        self.weight_slot = weight_slot
+        self.sum_slot = sum_slot
+        self.gradients = list(zip(parameters, views(self.sums, parameters), strict=True))
+        buffers = self.weights, weight_slot.buffer, sum_slot.buffer
+        tensors = [views(flat, parameters) for flat in buffers]
+        for p, on_host, weight, gradient in zip(parameters, *tensors, strict=True):
+            p.data = on_host.copy_(p.data)
+            memo[id(p)] = torch.nn.Parameter(weight)
+            memo[id(p)].grad = gradient
+
+
+class Streamed:
+    """A MaskedLM of the host whose passes are computed on a device, block after block.
+
+    A step: p.grad = None; passes, is_last set before the last one's forward; collect(), and p.grad
+    holds the gradients. sums_stay: those of all blocks add up on the device. If there is no room,
+    they come and go with the weights: so the host, whose memory the copies need, never adds."""
+
+    def __init__(self, model, dev, amp_dtype, sums_stay):
+        self.model = model
+        self.amp_dtype = amp_dtype
+        self.sums_stay = sums_stay
+        self.is_first = True  # the micro-batch under way is the first of its step
+        self.is_last = True  # and the last: gradients go to the host
+        self.block_forward = Block.forward  # or that compiled, as compiled() does
+        self.random = torch.cuda if dev.type == "cuda" else torch  # has the state of dropout
+        # A CPU has streams and events too, which do nothing. A bus carries both ways at a time.
+        self.streams = torch.get_device_module(dev)
+        self.up = self.streams.Stream()
+        self.down = self.streams.Stream()
+
+        # Embeddings, head and decoder have slots of their own, the blocks take turns in two.
+        outside, *blocks = split(model)
+        size = max(sum(map(padded, block)) for block in blocks)
+        n_sums = len(blocks) if sums_stay else 2
+        weights = [Slot(size, dev, self.streams) for _ in range(2)]
+        sums = [Slot(size, dev, self.streams) for _ in range(n_sums)]
+        memo = {id(buffer): buffer.to(dev) for buffer in model.buffers()}
+        slots = [(weights[i % 2], sums[i % n_sums]) for i in range(len(blocks))]
+        self.groups = [Group(blocks[i], *slots[i], memo) for i in range(len(blocks))]
+        slots = [Slot(sum(map(padded, outside)), dev, self.streams) for _ in range(2)]
+        self.resident = Group(outside, *slots, memo)
+
+        # The same modules once more, with the parameters that lie in the slots.
+        self.twin = copy.deepcopy(model, memo)
+        self.blocks = list(self.twin.model.layers)
+        for i, block in enumerate(self.blocks):
+            block.forward = functools.partial(Pass.apply, self, i)
+        model.forward = self.forward
+
+    def forward(self, *args):
+        """MaskedLM.forward of the model on the host."""
+        self.twin.train(self.model.training)
+        self.is_first = next(self.model.parameters()).grad is None
+        if self.is_first:  # the weights may have changed
+            for group in self.groups:
+                group.weight_slot.holds = None
+                group.sum_slot.holds = None
+            self.resident.weight_slot.buffer.copy_(self.resident.weights, non_blocking=True)
+            self.resident.sum_slot.buffer.zero_()
+        return self.twin(*args)
+
+    def compiled(self, loss_fn):
+        """loss_fn with compiled blocks, in training alone: a graph for each kind and no others."""
+        block_forward = torch.compile(Block.forward, dynamic=False)
+
+        def compiled_loss(*batch):
+            if self.model.training:
+                self.block_forward = block_forward
+            try:
+                return loss_fn(*batch)
+            finally:
+                self.block_forward = Block.forward
+
+        return compiled_loss
+
+    def bring(self, slot, flat, are_zeros=False):
+        """Queue the copy of a buffer of the host into a slot, unless it lies there."""
+        if slot.holds is flat:
+            return
+        slot.holds = flat
+        with self.streams.stream(self.up):
+            if are_zeros:
+                slot.buffer.zero_()
+            else:
+                slot.buffer[: len(flat)].copy_(flat, non_blocking=True)
+        slot.came.record(self.up)
+
+    def get_weights(self, i, following):
+        """What is queued from here on has block i's weights; those of a following block come."""
+        stream = self.streams.current_stream()
+        # The following block's slot is free when all that is queued by now is done.
+        self.up.wait_stream(stream)
+        for j in i, min(max(following, 0), len(self.groups) - 1):
+            self.bring(self.groups[j].weight_slot, self.groups[j].weights)
+        self.groups[i].weight_slot.came.wait(stream)
+
+    def get_sums(self, i):
+        """What is queued from here on has the sums of block i's gradients; block i - 1's come."""
+        self.up.wait_stream(self.down)  # which may still take home what lay in their slots
+        for group in self.groups[i], self.groups[max(i - 1, 0)]:
+            self.bring(group.sum_slot, group.sums, are_zeros=self.is_first)
+        self.groups[i].sum_slot.came.wait(self.streams.current_stream())
+
+    def take_home(self, group):
+        """Queue the copy of a group's gradients to the host."""
+        self.down.wait_stream(self.streams.current_stream())
+        with self.streams.stream(self.down):
+            group.sums.copy_(group.sum_slot.buffer[: len(group.sums)], non_blocking=True)
+
+    def collect(self):
+        """Wait until p.grad holds the gradients, summed over the step's micro-batches."""
+        self.take_home(self.resident)
+        self.streams.synchronize()
+
+
+def compute(block_forward, block, rope, mask, positions, x, source):
+    """([x, source], output) of a block, from which a backward pass comes to these two."""
+    x, source = (None if t is None else t.detach().requires_grad_() for t in (x, source))
+    with torch.enable_grad():
+        return [x, source], block_forward(block, x, rope, mask, source, positions)
+
+
+class Pass(torch.autograd.Function):
+    """A block in both passes: it keeps its inputs alone, and is computed anew to go backward."""
+
+    @staticmethod
+    def forward(ctx, streamed, i, x, rope, mask, source=None, positions=None):
+        ctx.save_for_backward(x, source)
+        ctx.block = streamed, i
+        ctx.random_state = streamed.random.get_rng_state()
+        which = streamed.block_forward, streamed.blocks[i]
+        ctx.compute = functools.partial(compute, *which, rope, mask, positions)
+        streamed.get_weights(i, i + 1)
+        # With gradients, as in the backward pass: one compiled graph is both, with equal dropout.
+        _, y = ctx.compute(x, source)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        streamed, i = ctx.block
+        streamed.get_weights(i, i - 1)
+        streamed.get_sums(i)
+        random_state = streamed.random.get_rng_state()
+        streamed.random.set_rng_state(ctx.random_state)
+        with mixed_precision(grad.device, streamed.amp_dtype):
+            inputs, y = ctx.compute(*ctx.saved_tensors)
+        streamed.random.set_rng_state(random_state)
+        torch.autograd.backward(y, grad)
+        if streamed.is_last or not streamed.sums_stay:
+            streamed.take_home(streamed.groups[i])
+        if i == 0:  # the pass is over
+            for group in (streamed.resident, *streamed.groups):
+                for p, gradient in group.gradients:
+                    p.grad = gradient
+        x, source = (None if t is None else t.grad for t in inputs)
+        return None, None, x, None, None, source, None

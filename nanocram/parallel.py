@@ -45,7 +45,7 @@ def join(device):
 
 
 def leave():
-    """End what join(), or a model in host memory, began."""
+    """End what join() began."""
     # All wait for rank 0, which is still saving: gloo aborts a process that leaves before others.
     anyone(False)
     if dist.is_initialized():

@@ -25,6 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from model import ModelConfig
 from nanocram import machine
@@ -260,3 +261,22 @@ def check_submission(path, counts):
             assert [row[0] for row in rows[1:]] == [str(i) for i in range(n)]
             values, labels = {row[1] for row in rows[1:]}, LEADERBOARD[name][1]
             assert values <= labels if labels else all(0 <= float(v) <= 5 for v in values)
+
+
+def saved_for_backward(forward, parameters):
+    """Bytes that forward() keeps for the backward pass: each storage once, no parameters."""
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    kept = {}  # {its number: (storage, bytes)}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            reference = StorageWeakRef(storage)
+            kept[reference.cdata] = reference, storage.nbytes()
+        return tensor.detach()  # the tensor itself would keep the graph that keeps it
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    found = sum(size for storage, size in kept.values() if not storage.expired())
+    del result  # not before: it keeps what is counted
+    return found

@@ -1,39 +1,56 @@
+import contextlib
+import copy
 import functools
+import itertools
 import math
-import warnings
+import os
+import re
+import sys
+from collections import Counter, defaultdict
 
 import pytest
 import torch
-from conftest import new_run, put, train_step
+import torch.nn.functional as F
+from conftest import ROOT, new_run, put, saved_for_backward, train_step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as module
-from model import MaskedLM
-from nanocram import checkpoint, offload, record
+from model import MaskedLM, ModelConfig, make_loss, mixed_precision
+from nanocram import checkpoint, machine, record
+from nanocram.data import fill_masks, load_meta, load_tokenizer
 from nanocram.model_folder import load
+from nanocram.offload import Streamed, memory_plan
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def setting(train, monkeypatch):
-    """Set globals of train.py, whose model has gradients that are nowhere zero.
-
-    A process group that an offloaded model has made is ended."""
+    """Set globals of train.py, whose model has gradients that are nowhere zero."""
     change = functools.partial(put, monkeypatch, module)
     change(zero_init=False, dropout=0.1, samples="", max_steps=5, evals=2, optimizer="adamw")
-    yield change
-    module.parallel.leave()
+    return change
+
+
+@pytest.fixture
+def sums_travel(monkeypatch):
+    """A function: from now on the sums of all blocks' gradients find no room on the device."""
+    return lambda: monkeypatch.setattr(module, "memory_plan", lambda *args: ("", False))
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         {"dtype": "bfloat16"},
-        {"n_narrow": 2, "n_layer": 3},
+        {"n_narrow": 2, "n_layer": 4, "batch_size": 24, "travel": True},
         pytest.param({"position": "learned", "post_norm": True}, marks=pytest.mark.slow),
         {"optimizer": "adam", "position": "sinusoidal", "head_transform": False, "n_layer": 3},
     ],
 )
-def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, settings):
+def test_offload_is_the_plain_run_bit_for_bit(setting, sums_travel, tmp_path, settings):
     """Weights after a run with batch ramp, dropout and clipping, its losses, its optimisers."""
+    if settings.pop("travel", False):
+        sums_travel()
     setting(**settings)
     ends, rows = [], []
     for on_host in (False, True):
@@ -53,6 +70,47 @@ def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, settings):
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+ANOTHER_ORDER = {"post_norm": True, "n_narrow": 3, "linear_bias": True, "activation": "relu2"}
+
+
+@pytest.mark.parametrize("sums_stay", [True, False])
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"n_layer": 1, "token_types": 2, "norm_bias": True},
+        {"n_layer": 2, "position": "sinusoidal", "first_attn_norm": True},
+        {"n_narrow": 3, "final_norm": False, "decoder_bias": False},
+        {"post_norm": True, "position": "learned", "embedding_norm": False, "activation": "gelu"},
+        ANOTHER_ORDER,
+    ],
+)
+def test_gradients_are_the_plain_models(switches, sums_stay):
+    """Of three micro-batches, to the bit, at sizes that need padding.
+
+    Several narrow blocks with their norms behind them add up keys' and values' gradients for their
+    source in another order: equal to rounding."""
+    sizes = {"vocab_size": 301, "n_layer": 4, "n_head": 2, "n_embd": 20, "n_inner": 27}
+    config = ModelConfig(**(sizes | {"dropout": 0.1, "zero_init": False} | switches))
+    plain = MaskedLM(config)
+    model = copy.deepcopy(plain)
+    streamed = Streamed(model, CPU, torch.float32, sums_stay)
+    assert all(p.data_ptr() % 16 == 0 for p in streamed.twin.parameters())
+    ids = torch.randint(301, (6, 16))
+    positions = torch.tensor([[1, 3, 4, 9]]).expand(6, 4)
+    batch = ids, positions, ids.gather(1, positions)
+    for micro_batch in range(3):
+        streamed.is_last = micro_batch == 2
+        for either in (plain, model):
+            torch.manual_seed(micro_batch)
+            make_loss(either, CPU, torch.float32)(*batch).backward()
+    streamed.collect()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if switches is ANOTHER_ORDER:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(ours.grad, theirs.grad)
+
+
 def test_a_run_goes_on_with_and_without_offload(setting, tmp_path):
     """Three steps offloaded and two plain are five plain ones, and the other way round."""
     ends = []
@@ -63,50 +121,73 @@ def test_a_run_goes_on_with_and_without_offload(setting, tmp_path):
         for step in range(3):
             train_step(run, step / 5)
         assert module.save(run)
-        module.parallel.leave()
         setting(offload=second)
         run = new_run()
         checkpoint.restore(run, "adamw")
         for step in range(3, 5):
             train_step(run, step / 5)
         ends.append({k: w.detach().clone() for k, w in run.weights.items()})
-        module.parallel.leave()
     assert all(torch.equal(ends[0][k], end[k]) for end in ends[1:] for k in ends[0])
 
 
-def test_blocks_are_on_the_device_one_at_a_time_and_nothing_of_them_is_kept(setting):
-    """In forward and backward pass; for the backward pass a block keeps its input alone."""
-    setting(offload=True, n_layer=4)
-    run = new_run(torch.bfloat16)
-    blocks, there, seen = run.model.model.layers, {}, []
+def test_a_step_cut_short_leaves_nothing(setting):
+    """As by the clock, between two micro-batches: the next step is that of a fresh run."""
+    norms = []
+    for cut in (False, True):
+        setting(offload=True)
+        run = new_run()
+        if cut:
+            run.streamed.is_last = False
+            run.loss_fn(*module.batch_at(run, 64, 20)).backward()
+            module.drop_gradients(run)
+        norms.append(train_step(run, 0.9))
+    assert norms[0] == norms[1]
 
-    def look(i):
-        # Not the shard in host memory, but what was brought for this.
-        there[i] = blocks[i].mlp.Wi.weight
-        assert not hasattr(there[i], "to_local") and not torch.is_autocast_cache_enabled()
-        held = [j for j, weight in there.items() if weight.untyped_storage().nbytes()]
-        seen.append((i, sorted(held)))
 
-    for i, block in enumerate(blocks):
-        block.attn.register_forward_hook(lambda *_, i=i: look(i))
-    train_step(run, 0.0)
-    assert seen == [(i, [i]) for i in (0, 1, 2, 3, 3, 2, 1, 0)]
-    assert not any(weight.untyped_storage().nbytes() for weight in there.values())
-    there.clear()
+def test_blocks_keep_their_input_alone(setting):
+    """For the backward pass; and autocast keeps no copies of weights."""
+    setting(offload=True)
 
     def kept(n_layer):
         setting(n_layer=n_layer)
         run = new_run()
         batch = module.batch_at(run, 0, 20)
-        return offload.saved_for_backward(lambda: run.loss_fn(*batch), run.weights.values())
+        on_device = run.streamed.twin.parameters()
+        return saved_for_backward(lambda: run.loss_fn(*batch), on_device)
 
     # Rows, tokens, width, bytes: the fifth block's input, no more.
     assert kept(5) - kept(4) == 8 * 128 * 32 * 4
 
 
+def test_device_memory_holds_two_blocks(setting, sums_travel):
+    """Of weights, and of gradients where they have no room; both are there once for all."""
+    setting(offload=True, n_layer=5)
+    sums_travel()
+    streamed = new_run().streamed
+    slots = {id(slot): slot.buffer for g in streamed.groups for slot in (g.weight_slot, g.sum_slot)}
+    largest = sum(p.numel() for p in streamed.model.model.layers[1].parameters())
+    assert sorted(map(len, slots.values())) == [largest] * 4
+    outside = {p.untyped_storage().data_ptr() for p in streamed.twin.parameters()}
+    inside = {buffer.untyped_storage().data_ptr() for buffer in slots.values()}
+    assert len(outside - inside) == 1
+
+
+def test_guesses_are_the_plain_models(setting, data_dir):
+    """Without autocast, as there, whatever training has."""
+    tokenizer = load_tokenizer(data_dir, load_meta(data_dir))
+    words = []
+    for on_host in (False, True):
+        setting(offload=on_host)
+        run = new_run(torch.bfloat16)
+        words.append(fill_masks(run.model, tokenizer, "once upon a [MASK]."))
+        train_step(run, 0.9)
+        words.append(fill_masks(run.model, tokenizer, "once upon a [MASK]."))
+    assert words[:2] == words[2:] and words[0] != words[1]
+
+
 def test_offload_with_a_loss_scale(setting):
     """float16: steps that overflow are skipped, the scale falls, weights stay the plain run's."""
-    setting(max_steps=100, optimizer="muon")
+    setting(max_steps=100)
     ends = []
     for on_host in (False, True):
         setting(offload=on_host)
@@ -121,52 +202,379 @@ def test_offload_with_a_loss_scale(setting):
     assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
 
 
-@pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16])
-def test_the_plan(setting, amp_dtype):
-    """Bytes against counts by hand, activations against what a plain model of one block keeps."""
-    setting(offload=True, n_layer=6)
+def in_gb(words, text):
+    """The figure that stands before words."""
+    return float(re.search(r"([\d.e+-]+) GB " + words, text)[1])
+
+
+def plan_of(config, amp_dtype=torch.float32, rows=8, pinned=False, free=(math.inf, math.inf)):
+    return memory_plan(config, amp_dtype, rows, 128, 38, pinned, free)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_the_plan_of_the_host(setting, pinned):
+    """By a count of the model's parameters; one byte less than that is refused in a line."""
+    setting(n_layer=6)
     config = module.check_settings()
-    plain = MaskedLM(config)
-    every = sum(p.numel() for p in plain.parameters())
-    saving = 4 * 6 * 3 * 32 * 32
-    assert offload.host_bytes(plain, pinned=False) == 16 * every + saving
-    pinned = sum(2 ** math.ceil(math.log2(4 * p.numel())) for p in plain.parameters())
-    assert offload.host_bytes(plain, pinned=True) == 2 * pinned + 8 * every + saving
-
-    few, many = (offload.device_bytes(plain, amp_dtype, rows, 128, 38) for rows in (8, 16))
-    setting(offload=False, n_layer=2)  # of which the last computes predicted rows alone
-    run = new_run(amp_dtype)
-    batch = module.batch_at(run, 0, 38)
-    kept = []
-    for n in (1, 2):
-        rows = [x.repeat(n, 1) for x in batch]
-        forward = functools.partial(run.loss_fn, *rows)
-        kept.append(offload.saved_for_backward(forward, run.weights.values()))
-    inputs = 8 * 4 * 128 * 32 * 4
-    assert many - few == pytest.approx(kept[1] - kept[0] + inputs, rel=0.35)
-
-    text = offload.memory_plan(config, amp_dtype, 8, 128, 38, pinned=False)
-    on_host, on_device = offload.host_bytes(plain, False), few
-    there = f"about {on_device / 1e9:.3g} GB on the device"
-    assert text == f"offload: {on_host / 1e9:.3g} GB in host memory, {there}"
+    model = MaskedLM(config)
+    sizes = [4 * sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+    every = 4 * sum(p.numel() for p in model.parameters())
+    sizes.append(every - sum(sizes))
+    held = [2 ** math.ceil(math.log2(size)) for size in sizes] if pinned else sizes
+    needed = 2 * sum(held) + 3 * every
+    text, _ = plan_of(config, pinned=pinned, free=(needed, 0))
+    assert in_gb("in host memory", text) == pytest.approx(needed / 1e9, rel=0.005)
+    with pytest.raises(SystemExit, match=r"more than are free: type a smaller --n_layer") as e:
+        plan_of(config, pinned=pinned, free=(needed - 1, 0))
+    assert "\n" not in str(e.value)
+    with pytest.raises(SystemExit) as e:
+        plan_of(config, pinned=pinned, free=(needed / 4, 0))
+    assert in_gb("more than", str(e.value)) == pytest.approx(0.75 * needed / 1e9, rel=0.005)
 
 
-def test_the_plan_comes_before_anything_is_made(setting, monkeypatch, capsys):
+@pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16])
+def test_the_plan_of_the_device(setting, amp_dtype):
+    """Activations against what a block and the loss keep; the sums that find room."""
+    setting(n_layer=6, n_embd=128, n_inner=256, dropout=0.0)
+    config = module.check_settings()
+    few, many = (plan_of(config, amp_dtype, rows)[0] for rows in (8, 16))
+    model = MaskedLM(config)
+    block = model.model.layers[1]
+
+    tables = model.model.rope_cos, model.model.rope_sin
+    rope = [table[:128].to(amp_dtype) for table in tables]
+
+    def forward(rows):
+        x = torch.zeros(rows, 128, 128, requires_grad=True)
+        with mixed_precision(CPU, amp_dtype):
+            y = block(x, rope, None)
+            logits = model.decoder(y[:, :38]).flatten(0, 1)
+        return F.cross_entropy(logits.float(), torch.ones(rows * 38, dtype=torch.long))
+
+    passes = [functools.partial(forward, rows) for rows in (8, 16)]
+    kept = [saved_for_backward(once, model.parameters()) for once in passes]
+    inputs = 5 * 8 * 4 * 128 * 128  # the sixth is among those of the block
+    more = in_gb("on the device", many) - in_gb("on the device", few)
+    assert more == pytest.approx((kept[1] - kept[0] + inputs) / 1e9, rel=0.35)
+
+    # All sums stay where they leave a tenth of the card free; they are those of four more blocks.
+    stays, _ = plan_of(config, amp_dtype)
+    needed = in_gb("on the device", stays)
+    fits, does_not = (
+        plan_of(config, amp_dtype, free=(math.inf, n * needed)) for n in (1.12e9, 1.1e9)
+    )
+    assert fits == (stays, True) and not does_not[1]
+    assert "gradients add up on" in stays and "gradients come and go" in does_not[0]
+    sums = 4 * sum(p.nbytes for p in block.parameters())
+    difference = needed - in_gb("on the device", does_not[0])
+    assert difference == pytest.approx(sums / 1e9, abs=2e-4)
+
+
+def test_the_plan_comes_before_anything_is_made(setting, monkeypatch, capsys, tmp_path):
     setting(offload=True)
 
     def too_large(*args):
         raise MemoryError
 
-    monkeypatch.setattr(module, "Run", too_large)
+    monkeypatch.setattr(module, "MaskedLM", too_large)
     with pytest.raises(MemoryError):
         module.main()
     assert "GB in host memory" in capsys.readouterr().out
+    monkeypatch.setattr(machine, "free_bytes", lambda where: 1000)
+    with pytest.raises(SystemExit, match="GB more than are free"):
+        module.main()
+    assert not (tmp_path / "out").exists()
 
 
-def test_offload_says_nothing_of_torchs_inside(setting):
+def test_the_largest_models_of_the_docs():
+    """config/offload.py's shape, with as many layers as fit by hand."""
+    text = (ROOT / "docs/how_it_works.md").read_text(encoding="utf-8")
+    sizes = re.search(r"^\| free host memory \|(.*)\|$", text, re.MULTILINE)[1].split("|")
+    largest = re.search(r"^\| largest model \|(.*)\|$", text, re.MULTILINE)[1].split("|")
+    C, vocabulary = 2560, 32768
+    block = 4 * C * C + 3 * C * 5120 + 2 * C
+    outside = vocabulary * C + vocabulary + C * C + 3 * C
+    layers = []
+    for size, words in zip(sizes, largest, strict=True):
+        free = float(size.removesuffix("GB ")) * 1e9 - 2 * 2**29 - 12 * outside
+        layers.append(int(free // (2 * 2**28 + 12 * block)))
+        assert words.strip() == f"{(outside + layers[-1] * block) / 1e9:.1f}B"
+    shapes = [
+        ModelConfig(n_layer=n, n_head=40, n_embd=C, n_inner=5120) for n in range(layers[0], 48)
+    ]
+    plan_of(shapes[0], torch.bfloat16, 256, True, (64e9, 0))
+    with pytest.raises(SystemExit):
+        plan_of(shapes[1], torch.bfloat16, 256, True, (64e9, 0))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others do not tell")
+def test_free_memory_is_what_the_system_says():
+    """Between what nothing uses at all, other processes aside, and all there is."""
+    pages = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PHYS_PAGES")
+    unused, every = (n * os.sysconf("SC_PAGE_SIZE") for n in pages)
+    assert 0.5 * unused < machine.free_bytes(CPU) < every
+
+
+def test_compiled_blocks_compute_the_same(setting, monkeypatch):
+    """To the bit, dropout included, without inductor: what is captured is what is written.
+
+    Blocks share a graph: there is one of the first, of the middle, and of the last. An evaluation
+    of other shapes adds none."""
+    setting(offload=True, n_layer=4)
+    compile_ = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compile_)
+    ends = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run = new_run()
+        if compiled:
+            run.loss_fn = run.streamed.compiled(run.loss_fn)
+        ends.append([train_step(run, 0.9), *(w.detach() for w in run.weights.values())])
+        module.held_out_loss(run, [[x[:3] for x in module.batch_at(run, 0, 20)]])
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3 * compiled
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1:], ends[1][1:], strict=True))
+
+
+def test_where_blocks_do_not_compile_they_run_eager(setting, monkeypatch):
+    """With the loss function from before, as train.py goes on."""
+
+    def broken(block_forward, **options):
+        def forward(*args):
+            raise RuntimeError("no compiler")
+
+        return forward
+
     setting(offload=True)
-    run = new_run()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", append=True)
-        train_step(run, 0.0)
-    assert not said
+    monkeypatch.setattr(torch, "compile", broken)
+    steps = []
+    for tries in (False, True):
+        run = new_run()
+        if tries:
+            with pytest.raises(RuntimeError, match="no compiler"):
+                run.streamed.compiled(run.loss_fn)(*module.batch_at(run, 0, 20))
+        steps.append(train_step(run, 0.9))
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.slow
+def test_blocks_compile_with_inductor(setting):
+    """In seconds a graph; its sums round otherwise."""
+    setting(offload=True, n_layer=4, dropout=0.0)
+    losses = []
+    for compiled in (False, True):
+        run = new_run()
+        if compiled:
+            run.loss_fn = run.streamed.compiled(run.loss_fn)
+        losses.append([train_step(run, 0.9) for _ in range(3)])
+    for (loss, norm), (other_loss, other_norm) in zip(*losses, strict=True):
+        assert other_loss == pytest.approx(loss, rel=1e-5)
+        assert other_norm == pytest.approx(norm, rel=1e-3)
+
+
+# What runs on a device is known by its order alone: a race that no CPU has is found by clocks.
+
+
+class Clocked:
+    """The host or a stream: how far it is, and how far all others are known to be."""
+
+    def __init__(self, name):
+        self.name = name
+        self.clock = defaultdict(int)
+
+    def join(self, clock):
+        for name, tick in clock.items():
+            self.clock[name] = max(self.clock[name], tick)
+
+
+class Streams:
+    """torch.cuda's streams and events, in vector clocks; its names are those of that module.
+
+    left_out: the line of offload.py whose waits do nothing."""
+
+    def __init__(self, left_out=0):
+        self.host = Clocked("host")
+        self.all = []
+        self.left_out = left_out
+        self.waits = set()  # the lines of offload.py that wait
+        streams = self
+
+        class Stream(Clocked):
+            def __init__(self):
+                super().__init__(f"stream {len(streams.all)}")
+                streams.all.append(self)
+
+            def wait_stream(self, other):
+                if streams.is_heeded():
+                    self.join(other.clock)
+
+        class Event:
+            def __init__(self):
+                self.clock = {}  # of one that was never recorded: nobody waits
+
+            def record(self, stream):
+                self.clock = dict(stream.clock)
+
+            def wait(self, stream):
+                if streams.is_heeded():
+                    stream.join(self.clock)
+
+        self.Stream = Stream
+        self.Event = Event
+        self.current = Stream()
+
+    def is_heeded(self):
+        line = sys._getframe(2).f_lineno
+        self.waits.add(line)
+        return line != self.left_out
+
+    def current_stream(self):
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = self.current
+        self.current = stream
+        yield
+        self.current = before
+
+    def synchronize(self):
+        if self.is_heeded():
+            for stream in self.all:
+                self.host.join(stream.clock)
+
+
+class Races(TorchDispatchMode):
+    """Watches every operator, forward and backward, at the memory that a Streamed model shares.
+
+    races: accesses of which one writes, and neither is sure to come first. log: what computes with
+    a block's weights, and what copies of its buffers, in the order in which they are queued."""
+
+    def __init__(self, streams, streamed):
+        super().__init__()
+        self.streams = streams
+        self.on_host = {}  # {address: (what is in it, of which block)}
+        self.slots = {}  # the same
+        for i, group in enumerate([*streamed.groups, streamed.resident]):
+            self.on_host[address(group.weights)] = ("weights", i)
+            self.on_host[address(group.sums)] = ("sums", i)
+            self.slots[address(group.weight_slot.buffer)] = ("weights", -1)
+            self.slots[address(group.sum_slot.buffer)] = ("sums", -1)
+        self.accesses = defaultdict(dict)  # of an address: the last tick of (who, whether it wrote)
+        self.races = []
+        self.log = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        read, written = set(), set()
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            is_changed = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    (written if is_changed else read).add(address(tensor))
+        is_view = not written and any(r.alias_info is not None for r in func._schema.returns)
+        read &= self.on_host.keys() | self.slots.keys()
+        written &= self.on_host.keys() | self.slots.keys()
+        if (read or written) and not is_view:
+            self.access(read - written, written)
+        return result
+
+    def access(self, read, written):
+        """An operator that no slot is part of is the host's; all others are of the stream."""
+        slots = (read | written) & self.slots.keys()
+        who = self.streams.current if slots else self.streams.host
+        who.join(self.streams.host.clock)  # what is queued comes after what the host has done
+        who.clock[who.name] += 1
+        for place in read | written:
+            for (other, has_written), tick in self.accesses[place].items():
+                if (place in written or has_written) and who.clock[other] < tick:
+                    self.races.append((other, who.name))
+            self.accesses[place][who.name, place in written] = who.clock[who.name]
+
+        copied = (read | written) & self.on_host.keys()
+        if slots and copied:
+            ((kind, block),) = (self.on_host[place] for place in copied)
+            if kind == "weights":
+                self.slots[min(slots)] = (kind, block)
+            kind = "home" if copied <= written else kind
+            self.log.append((kind, block, dict(who.clock)))
+        for place in slots - written:
+            kind, block = self.slots[place]
+            if kind == "weights" and not copied:
+                self.log.append(("compute", block, dict(who.clock)))
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def watched_run(setting, monkeypatch, n_layer, left_out=0):
+    """Two steps of two micro-batches, and an evaluation between them."""
+    setting(offload=True, n_layer=n_layer)
+    streams = Streams(left_out)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda dev: streams)
+        run = new_run()
+    with Races(streams, run.streamed) as races:
+        train_step(run, 0.9)
+        module.held_out_loss(run, [module.batch_at(run, 0, 20)])
+        train_step(run, 0.9)
+    return run, streams, races
+
+
+def test_no_two_streams_meet_in_a_buffer(setting, sums_travel, monkeypatch):
+    """And each wait is needed for that: without any of them there are races."""
+    waits, racy = set(), set()
+    for travels in (False, True):
+        if travels:
+            sums_travel()
+        run, streams, races = watched_run(setting, monkeypatch, 3)
+        assert run.state.step == 2 and len(races.log) > 200 and not races.races
+        assert run.streamed.sums_stay != travels
+        waits |= streams.waits
+        for line in streams.waits - racy:
+            if watched_run(setting, monkeypatch, 3, line)[2].races:
+                racy.add(line)
+    assert racy == waits and len(waits) == 6
+
+
+@pytest.mark.parametrize("travels", [False, True])
+def test_copies_hide_behind_the_blocks_before_them(setting, sums_travel, monkeypatch, travels):
+    """The next block's weights are queued before a block computes, in both directions."""
+    if travels:
+        sums_travel()
+    run, streams, races = watched_run(setting, monkeypatch, 5)
+    n = len(run.streamed.groups)
+    log = [entry for entry in races.log if entry[1] < n]  # not of what stays on the device
+
+    # Where in the log a block begins to compute, forward or backward, with which of its copies.
+    starts, n_copies = [(-1, 0, 0)], Counter()
+    for at, (kind, block, _) in enumerate(log):
+        n_copies[block] += kind == "weights"
+        if kind == "compute" and starts[-1][:2] != (block, n_copies[block]):
+            starts.append((block, n_copies[block], at))
+    there = [*range(n)]
+    back = there[-2::-1]  # nothing is copied again where the direction turns
+    step = [*there, *back, *there[1:], *back]
+    assert [block for block, *_ in starts[1:]] == [*step, *there, *step]
+    for (*_, before), (block, _, at) in itertools.pairwise(starts[1:]):
+        if block > 0:  # block 0 is first in a pass: no block is there to hide it
+            queued = [i for i in range(at) if log[i][:2] == ("weights", block)]
+            assert queued[-1] < before
+
+    # Every block's sums go home: in the last micro-batch, or in all of them. The block that
+    # computes next waits for none of it.
+    home = [block for kind, block, _ in log if kind == "home"]
+    assert home == [*reversed(range(n))] * (4 if travels else 2)
+    down = f"stream {streams.all.index(run.streamed.down)}"
+    for i, (kind, block, clock) in enumerate(log):
+        following = [entry for entry in log[i:] if entry[0] == "compute"]
+        if kind == "home" and block > 0:
+            assert following[0][1] == block - 1
+            assert following[0][2].get(down, 0) < clock[down]
+    # What comes with the weights comes for the second micro-batch of a step.
+    came = sum(kind == "sums" for kind, _, _ in log)
+    assert came == (2 * n if travels else 0)

@@ -3,12 +3,16 @@
     python bench.py                                                    # train.py's defaults
     python bench.py config/tiny.py --profile=True                      # the dearest operators too
     python bench.py config/crammed.py --micro_batch=16 --compare=True  # beside transformers' models
+    python bench.py config/offload.py --n_layer=8 --compare=True       # beside others' host offload
 
 Every setting of train.py is one here too. Where data_dir is not prepared, random tokens do.
 A figure is a median, with the range of the middle 80 % behind it.
 """
 
+import functools
+import gc
 import math
+import os
 import statistics
 import sys
 import time
@@ -17,7 +21,7 @@ from pathlib import Path
 from nanocram.configurator import configure, require
 
 # fmt: off
-compare = False            # also measure transformers' ModernBERT of equal shape, and BERT-base
+compare = False            # also measure what others have: models of equal shape, host offload
 profile = False            # also print the dearest operators, and write a trace of three steps
 trace = "out/trace.json"   # for chrome://tracing or ui.perfetto.dev
 bench_steps = 20           # optimiser steps to measure, after the warm-up
@@ -29,12 +33,15 @@ if __name__ == "__main__":
     TRAIN = configure(globals(), also="train.py")
 
 import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import train
 from model import MaskedLM, ModelConfig, make_loss, mixed_precision
-from nanocram import machine, safety
+from nanocram import machine, parallel, safety
 from nanocram.data import IGNORE, Rows, load_meta
 from nanocram.model_folder import folder_config
+from nanocram.offload import Streamed
 from nanocram.tokenizer import SPECIAL
 
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # the rest is BERT-base's
@@ -214,13 +221,11 @@ def rivals(dev, amp_dtype):
     """The models of a comparison: a ModernBERT of ours with the sizes that are set, first."""
     sizes = ("vocab_size", "max_seq_len", "n_layer", "n_head", "n_embd", "n_inner")
     native = ModelConfig(**{name: getattr(train, name) for name in sizes})
+    if train.offload:
+        yield from offload_rivals(native, dev, amp_dtype)
+        return
     model = MaskedLM(native).to(dev)
-    summed = make_loss(model, dev, amp_dtype)
-
-    def our_loss(ids, positions, labels, all_labels):
-        return summed(ids, positions, labels) / labels.numel()
-
-    yield Rival("nanocram, a ModernBERT", model, our_loss)
+    yield Rival("nanocram, a ModernBERT", model, mean_loss(model, dev, amp_dtype))
     try:
         import transformers as hf
     except ImportError:
@@ -242,10 +247,62 @@ def rivals(dev, amp_dtype):
     yield theirs("BERT-base", hf.BertForMaskedLM(bert))
 
 
+def mean_loss(model, dev, amp_dtype):
+    """The loss of a Rival from a MaskedLM, or what wraps it."""
+    summed = make_loss(model, dev, amp_dtype)
+    return lambda ids, positions, labels, *_: summed(ids, positions, labels) / labels.numel()
+
+
+def offload_rivals(config, dev, amp_dtype):
+    """A model kept in host memory: by nanocram/offload.py, torch's fully_shard, deepspeed."""
+    # Half a second, which nothing else has to wait for.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    model = MaskedLM(config)
+    streamed = Streamed(model, dev, amp_dtype, sums_stay=False)  # a step is one micro-batch here
+    ours = Rival("nanocram, streamed", model, mean_loss(model, dev, amp_dtype))
+    ours.optimizer.register_step_pre_hook(lambda *step: streamed.collect())
+    yield ours
+
+    # Both others ask for a process group, be it of one, and have no checkpoints of their own.
+    on_gpu = dev.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(dev.type, (1,))
+    policy = CPUOffloadPolicy(pin_memory=on_gpu)
+    sharded = MaskedLM(config)
+    other = MaskedLM(config)
+    for block in (*sharded.model.layers, *other.model.layers):
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    for module in (*sharded.model.layers, sharded):
+        fully_shard(module, mesh=mesh, offload_policy=policy)
+    yield Rival("torch, fully_shard", sharded, mean_loss(sharded, dev, amp_dtype))
+
+    try:
+        import deepspeed
+    except ImportError:
+        print("\ndeepspeed is not installed: its row is left out")
+        return
+    on_host = {"device": "cpu", "pin_memory": on_gpu}
+    settings = {
+        "zero_optimization": {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "bf16": {"enabled": amp_dtype == torch.bfloat16},
+        "train_micro_batch_size_per_gpu": train.micro_batch,
+    }
+    os.environ.setdefault("LOCAL_RANK", "0")  # it wants to have been started by a launcher
+    engine, *_ = deepspeed.initialize(model=other, config=settings)
+    theirs = Rival("deepspeed, ZeRO-3", other, mean_loss(engine, dev, amp_dtype))
+    theirs.parameters = ours.parameters  # its own are empty between steps
+    theirs.optimizer = engine
+    yield theirs
+
+
 def warm_up(rival, batch, dev):
     """Take its first steps, eager and compiled, and keep the faster; whether it runs at all."""
     eager, losses, seconds = rival.loss_fn, {}, {}
-    modes = ["eager", "compiled"] if train.compile else ["eager"]
+    modes = ["eager", "compiled"] if train.compile and not train.offload else ["eager"]
     for mode in modes:
         try:
             losses[mode] = torch.compile(eager) if mode == "compiled" else eager
@@ -322,8 +379,10 @@ def main():
     if compare:
         batch = train.batch_at(run, 0, train.most_masks())
         dev, amp_dtype = run.device, run.amp_dtype
-        del run  # and its memory
+        del run  # and its memory: an offloaded model goes round in a circle
+        gc.collect()
         compare_models(batch, dev, amp_dtype)
+        parallel.leave()
 
 
 if __name__ == "__main__":

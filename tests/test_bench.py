@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL_MODEL, script
+from conftest import SMALL_MODEL, saved_for_backward, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -17,7 +17,6 @@ import bench
 from model import MaskedLM, ModelConfig, make_loss
 from nanocram import machine
 from nanocram.model_folder import to_folder_keys
-from nanocram.offload import saved_for_backward
 
 CPU = torch.device("cpu")
 SMALL_BERT = {
@@ -253,6 +252,33 @@ def test_the_whole_report(report, tmp_path):
     step_ms = 1.5 * (ms["forward"] + ms["backward"]) + ms["update"]
     assert 0.3 < steps * step_ms / 3600e3 < 3
     check_table([line for line in text.splitlines() if line.startswith("| ")][2:])
+
+
+def test_the_table_of_host_offload(report, small, monkeypatch):
+    monkeypatch.setattr(small, "offload", True)
+    monkeypatch.setattr(small, "optimizer", "adamw")
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    text = report(compare=True)
+    assert "deepspeed is not installed: its row is left out" in text
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].strip() for row in rows] == ["nanocram, streamed", "torch, fully_shard"]
+    assert rows[0][1] == rows[1][1] and float(rows[1][4]) > 0
+
+
+def test_rivals_in_host_memory_learn_the_same(small, monkeypatch):
+    """Two steps of ours and of fully_shard, from the same weights, end at the same loss."""
+    monkeypatch.setattr(small, "offload", True)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    losses, rivals = [], bench.rivals(CPU, torch.float32)
+    batch = (torch.arange(128)[None], torch.arange(1, 21)[None], torch.arange(20)[None])
+    for _ in range(2):
+        torch.manual_seed(0)
+        rival = next(rivals)
+        for _ in range(2):
+            rival.step(batch)
+        losses.append(rival.loss_fn(*batch).item())
+    bench.parallel.leave()
+    assert losses[0] == losses[1]
 
 
 @pytest.fixture

@@ -256,6 +256,7 @@ class Run:
         self.saved_at = 0.0  # when it saved last, by time.monotonic() ...
         self.saved_steps = -1  # ... and how many steps had been applied by then
         self.retry_at = 0.0  # when a save that failed is tried again
+        self.unlogged = []  # rows that log.csv could not take so far
         self.stop = False  # a signal has asked for the end
         self.wandb = None  # a run of wandb.ai
 
@@ -501,20 +502,29 @@ def log_step(run, losses=()):
     flops = float(tokens * run.flops_per_token)
     row = {"elapsed_s": run.clock.elapsed(), "step": state.step, "tokens": tokens, "flops": flops}
     row |= state.last | {"skipped": state.skipped} | dict(losses)
-    try:
-        if state.logged == state.step:  # the clock ended the run right after a row
-            record.drop_rows_after(run.folder, state.step - 1)
-        record.append_row(run.folder, row)
-    except (OSError, ValueError) as e:
-        print(f"WARNING: cannot write to {run.folder}/log.csv: {safety.first_line(e)}")
+    run.unlogged = [other for other in run.unlogged if other["step"] < state.step] + [row]
+    write_rows(run)
     if run.wandb:
         try:
             run.wandb.log(row, step=state.step)
         except Exception as e:  # a service that is down, or whatever it raises
             print(f"WARNING: wandb is left out from now on: {safety.first_line(e)}")
             run.wandb = None
-    state.logged = state.step
     state.loss_sum, state.loss_count = 0.0, 0
+
+
+def write_rows(run):
+    """Add to log.csv the rows that it lacks; those that it cannot take wait for the next call."""
+    try:
+        while run.unlogged:
+            row = run.unlogged[0]
+            if run.state.logged == row["step"]:  # the clock ended the run right after a row
+                record.drop_rows_after(run.folder, row["step"] - 1)
+            record.append_row(run.folder, row)
+            run.state.logged = row["step"]
+            del run.unlogged[0]
+    except (OSError, ValueError) as e:
+        print(f"WARNING: cannot write to {run.folder}/log.csv: {safety.first_line(e)}")
 
 
 def save(run):
@@ -522,12 +532,13 @@ def save(run):
 
     Returns whether that worked. If not, what was there before stands: a full disk ends no run."""
     started = time.monotonic()
+    write_rows(run)
     try:
         checkpoint.write(run, optimizer)
         model_folder.save(run.model, run.folder)
         record.plot(run.folder)
         record.write_card(run.folder)
-    except (OSError, RuntimeError, ValueError) as e:  # on a full disk torch raises RuntimeError
+    except (OSError, RuntimeError, ValueError) as e:  # torch may raise a plain RuntimeError
         why = safety.first_line(e)
         print(f"WARNING: cannot save to {run.folder}, what was there before stands: {why}")
         run.clock.spent["saving"] += time.monotonic() - started
@@ -750,7 +761,9 @@ def main():
         checkpoint.restore(run, optimizer)
         clock.start()
         if clock.progress() >= 1:
-            sys.exit("the run used up its budget: type a larger --budget_hours (or --max_steps)")
+            # Its end may have been lost: what is not there yet is evaluated, written and reported.
+            print("this run is over, and is completed from its checkpoint; ", end="")
+            print("to train on, type a larger --budget_hours (or --max_steps)")
     if parallel.RANK == 0:
         begin_record(run, asked_micro_batch, wandb)
 
@@ -841,7 +854,8 @@ def main():
     if parallel.RANK == 0:
         is_over = progress >= 1
         if is_over:
-            losses = evaluate(run, held_out_sets)
+            done = record.evaluation_at(run.folder, state.step)  # before the end was lost
+            losses = done or evaluate(run, held_out_sets)
             a, b = losses["val_loss_15"], losses["val_loss_25"]
             print(f"held-out loss {a:.4f} at 15 % masked, {b:.4f} at 25 %; ", end="")
             print(f"{losses['val_nats_per_char']:.4f} nats per character")

@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from nanocram.safety import write_beside, write_text
+from nanocram.safety import first_line, write_beside, write_text
 
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
@@ -110,7 +110,8 @@ def append_row(folder, row):
     try:
         write_log(path, [row], "a")
     except OSError:
-        os.truncate(path, size)
+        with contextlib.suppress(OSError):  # it may not be there
+            os.truncate(path, size)
         raise
 
 
@@ -130,6 +131,15 @@ def read_log(folder):
             if NEEDED.issubset(row):
                 rows.append(row)
     return rows
+
+
+def evaluation_at(folder, step):
+    """The row of log.csv with the held-out losses at a step; {} where none can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        rows = [row for row in read_log(folder) if "val_loss_15" in row]
+        if rows and rows[-1]["step"] == step:
+            return rows[-1]
+    return {}
 
 
 def drop_rows_after(folder, step):
@@ -254,12 +264,17 @@ RECIPE = "n_layer n_head n_embd n_inner activation position optimizer schedule b
 def write_card(folder, glue_table=()):
     """Write README.md into a run's folder, unless one is there that does not begin as ours.
 
-    glue_table: lines of markdown. Where a part of the run is missing, nothing is written."""
+    glue_table: lines of markdown. Where a part of the run is missing, nothing is written; where the
+    disk fails that is said, for a card is no reason to lose a run."""
     path = Path(folder) / "README.md"
-    with contextlib.suppress(OSError, ValueError, LookupError):  # a card is no reason to lose a run
+    try:
         text = card(Path(folder), glue_table)
         if not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN):
             write_text(path, text)
+    except (FileNotFoundError, ValueError, LookupError):
+        return
+    except OSError as e:
+        print(f"WARNING: cannot write {path}: {first_line(e)}")
 
 
 def card(folder, glue_table):

@@ -43,6 +43,7 @@ def test_a_run_leaves_what_it_promises(finished, data_dir):
         "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json tokenizer.json"
     )
     assert sorted(p.name for p in out.iterdir()) == [*names.split(), "tokenizer_config.json"]
+    assert len({p.stat().st_mode for p in out.iterdir()}) == 1  # whoever may read one, may all
     run = json.loads((out / "run.json").read_text())
     assert run["settings"]["max_steps"] == 60 and run["settings"]["dropout"] == 0.1
     assert run["torch"] == torch.__version__
@@ -213,6 +214,29 @@ def test_a_stopped_and_a_killed_run_resume_bit_for_bit(finished, tmp_path, data_
         assert ours["elapsed_s"] >= 0 and ours | {"elapsed_s": 0} == theirs | {"elapsed_s": 0}
 
 
+def test_a_run_that_is_over_is_completed(finished, tmp_path, train, monkeypatch, capsys):
+    """What was lost after the last checkpoint is made from it; what is there stays as it is."""
+    out = shutil.copytree(finished[0], tmp_path / "out")
+    rows, card = read_log(out), (out / "README.md").read_text()
+    record.drop_rows_after(out, 59)
+    for name in ("model.safetensors", "config.json", "loss.png", "README.md"):
+        (out / name).unlink()
+    put(monkeypatch, train, init="resume", max_steps=60, dropout=0.1)
+    train.main()
+    said = capsys.readouterr().out
+    assert "this run is over, and is completed from its checkpoint; to train on, type" in said
+    assert "60 steps, 0 of them skipped" in said and "once upon a" in said
+    assert same(weights(out), weights(finished[0])) and load(out)
+    assert [row | {"elapsed_s": 0} for row in read_log(out)] == [
+        row | {"elapsed_s": 0} for row in rows
+    ]
+    assert (out / "README.md").read_text().splitlines()[:20] == card.splitlines()[:20]
+    assert (out / "loss.png").exists()
+    before = (out / "log.csv").read_bytes()
+    train.main()
+    assert (out / "log.csv").read_bytes() == before  # nothing is evaluated twice
+
+
 def test_a_larger_budget_continues_a_finished_run(finished, tmp_path, data_dir):
     out = shutil.copytree(finished[0], tmp_path / "out")
     done = run_train(out, data_dir, init="resume", max_steps=120, dropout=0.1, evals=4)
@@ -230,7 +254,6 @@ def test_a_larger_budget_continues_a_finished_run(finished, tmp_path, data_dir):
         ({"n_layer": 3}, "type --n_layer=2"),
         ({"optimizer": "adamw", "dropout": 0.0}, "type --dropout=0.1 --optimizer=muon"),
         ({"data_dir": "OTHER"}, "was trained on another train.bin"),
-        ({"max_steps": 60}, "used up its budget: type a larger --budget_hours (or --max_steps)"),
         ({"cut": 1000}, "is damaged or no checkpoint"),
         ({"cut": 0}, "is damaged or no checkpoint"),
     ],

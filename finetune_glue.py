@@ -12,7 +12,6 @@ command does what is not in there yet. Four processes at once suit a GPU that on
 
 import math
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -357,6 +356,8 @@ def refuse_other(folder):
     config = folder / "config.json"
     text = config.read_text(errors="replace") if config.is_file() else ""
     ours = '"nanocram"' in text and '"id2label"' in text
+    if folder.is_dir():  # a kill in its first moment leaves config.json.tmp
+        ours = ours or all(path.name == "config.json.tmp" for path in folder.iterdir())
     if folder.exists() and not ours:
         sys.exit(f"{folder} is no classifier of ours: move it away, or leave out --save_models")
 
@@ -426,7 +427,7 @@ def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, tick):
         folder = Path(model) / name
         model_folder.save(net, folder, task.labels)
         for file in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(Path(model) / file, folder)
+            safety.write_text(folder / file, (Path(model) / file).read_text("utf-8"))
         run["classifier"] = kept_classifier(name)
     return run | {"predictions": glue.written_answers(splits, answers)}
 

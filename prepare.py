@@ -300,7 +300,7 @@ def spread_rows(pieces, is_end, rng, folder):
         bucket = BUCKETS - 1 - np.minimum(is_end[rows].sum(axis=1), BUCKETS - 1)
     for i in np.unique(bucket):
         with open(folder / f"bucket-{i:03}", "ab") as f:
-            rows[bucket == i].tofile(f)
+            f.write(rows[bucket == i])  # tofile() and fromfile() are silent where a disk fails
     return rest
 
 
@@ -309,8 +309,8 @@ def join_buckets(rng, folder):
     with open(folder / "train.bin", "wb") as out:
         for path in sorted(folder.glob("bucket-*")):
             if order == "shuffle":
-                rows = np.fromfile(path, dtype=np.uint16).reshape(-1, seq_len)
-                rng.permutation(rows).tofile(out)
+                rows = np.frombuffer(path.read_bytes(), np.uint16).reshape(-1, seq_len)
+                out.write(rng.permutation(rows))
             else:  # a few buckets hold most of the rows: they need not fit into memory
                 with open(path, "rb") as bucket:
                     shutil.copyfileobj(bucket, out, 1 << 24)
@@ -357,7 +357,7 @@ def write_data(documents, tokenizer, total_bytes, folder):
     join_buckets(rng, folder)
     rows, _ = pack(held_out, seq_len)
     # A generator of its own: val.bin depends on nothing but the held-out documents.
-    np.random.default_rng(0).permutation(rows).tofile(folder / "val.bin")
+    (folder / "val.bin").write_bytes(np.random.default_rng(0).permutation(rows))
     return count
 
 

@@ -36,7 +36,16 @@ def write(run, optimizer):
         "scaler": run.scaler.state_dict(),
         "state": asdict(run.state) | {"elapsed": run.clock.elapsed()},
     }
-    write_beside(run.folder / "ckpt.pt", lambda path: torch.save(checkpoint, path))
+
+    def write_to(path):
+        # A file that torch opens itself hides why the disk fails; of ours it complains afterwards.
+        with open(path, "wb") as f:
+            try:
+                torch.save(checkpoint, f)
+            except RuntimeError as e:
+                raise e.__context__ or e from None
+
+    write_beside(run.folder / "ckpt.pt", write_to)
 
 
 def restore(run, optimizer):
@@ -47,6 +56,8 @@ def restore(run, optimizer):
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         wrong = objection(run, optimizer, checkpoint)
+    except OSError as e:
+        sys.exit(f"{path} cannot be read: {e.strerror or e}")
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} is damaged or no checkpoint of train.py: {type(e).__name__}")
     if wrong:

@@ -88,13 +88,18 @@ class Rows:
         self.written = written
         parts = []
         end = start + n
-        while start < end:
-            at = start % self.count
-            take = min(end - start, self.count - at)
-            offset = 2 * at * self.seq_len  # bytes
-            parts.append(np.fromfile(self.path, np.uint16, take * self.seq_len, offset=offset))
-            start += take
-        tokens = np.concatenate(parts)
+        row_bytes = 2 * self.seq_len
+        try:
+            with open(self.path, "rb") as f:  # np.fromfile() takes a failing disk for the end
+                while start < end:
+                    at = start % self.count
+                    take = min(end - start, self.count - at)
+                    f.seek(at * row_bytes)
+                    parts.append(f.read(take * row_bytes))
+                    start += take
+        except OSError as e:  # which file it was, read() does not say
+            raise OSError(e.errno, e.strerror, str(self.path)) from None
+        tokens = np.frombuffer(b"".join(parts), np.uint16)
         if tokens.size != n * self.seq_len:
             self.refuse("ends too soon")
         if tokens.max() >= self.vocab_size:

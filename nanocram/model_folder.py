@@ -83,15 +83,6 @@ def save(model, folder, labels=None):
     """Write config.json and model.safetensors (float32) of a MaskedLM or Classifier into folder.
 
     labels as for folder_config. Raises OSError where that fails."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    def write(path):
-        try:
-            save_file(weights, path, metadata={"format": "pt"})
-        except SafetensorError as e:  # its word for a full disk, among others
-            raise OSError(str(e)) from None
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = to_folder_keys(model.state_dict(), model.config)
@@ -100,7 +91,26 @@ def save(model, folder, labels=None):
     if labels is not None:
         config["classifier_pooling"] = model.pooling  # ModernBERT's name for it
     write_text(folder / "config.json", json.dumps(config, indent=2))
-    write_beside(folder / "model.safetensors", write)
+    write_beside(folder / "model.safetensors", lambda path: write_tensors(weights, path))
+
+
+def write_tensors(tensors, path):
+    """Write {name: float32 tensor} as safetensors: the header's length, the header, the data.
+
+    The library's save_file() writes a hidden file of its own, which a kill leaves behind for good,
+    and which nobody but its owner may read."""
+    header = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+    with open(path, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            f.write(tensor.numpy())
 
 
 def load(folder, device="cpu"):

@@ -30,8 +30,10 @@ def write_beside(path, write):
         with open(temporary, "r+b") as f:
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)  # a failed write must not keep the disk full
+    except BaseException:
+        with contextlib.suppress(OSError):  # what failed first is what the user has to know
+            temporary.unlink()  # it must not keep the disk full
+        raise
 
 
 def write_text(path, text):

@@ -116,8 +116,8 @@ def test_a_file_that_shrinks_or_changes_is_one_line(tmp_path, monkeypatch, capsy
     np.full(5 * 8, 40, dtype=np.uint16).tofile(path)
     with pytest.raises(SystemExit, match="beyond the vocabulary"):
         rows.read(0, 1)
-    fromfile = np.fromfile  # it shrinks between the look at its size and the reading
-    monkeypatch.setattr(np, "fromfile", lambda *args, **kw: fromfile(*args, **kw)[:-8])
+    frombuffer = np.frombuffer  # it shrinks between the look at its size and the reading
+    monkeypatch.setattr(np, "frombuffer", lambda *args: frombuffer(*args)[:-8])
     with pytest.raises(SystemExit, match="ends too soon"):
         rows.read(0, 2)
     path.unlink()

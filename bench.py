@@ -103,10 +103,10 @@ def measure_speed(run):
     """Print the first step, tokens/s and MFU; returns (seconds of a step, its micro-batches)."""
     dev = run.device
     rows = run.rows.read(0, train.micro_batch)
-    warm_up_seconds, _ = machine.timed(dev, train.warm_up, run, rows)
+    start_seconds, _ = machine.timed(dev, train.compile_and_fit, run, rows)
     first, *others = [machine.timed(dev, train_step, run)[0] for _ in range(4)]
-    first += warm_up_seconds
-    print(f"first step   {first:.1f} s, {warm_up_seconds:.1f} s of it to compile and fit in memory")
+    first += start_seconds
+    print(f"first step   {first:.1f} s, {start_seconds:.1f} s of it to compile and fit in memory")
 
     # Steps of about 2 s, or less, between two measurements of the yardstick.
     n_micro = max(1, min(train.batch_size // train.micro_batch, int(2 / min(others))))

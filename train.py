@@ -108,6 +108,7 @@ from nanocram.data import IGNORE, Rows, draw_masks, fill_masks, held_out, load_m
 from nanocram.muon import Muon
 from nanocram.offload import Streamed, memory_plan
 
+FULL = "out of memory"
 MAX_SKIPPED = 50  # unusable steps in a row end a run; float16 needs some to find its loss scale
 RETRY_SECONDS = 60  # after a save that failed
 
@@ -164,7 +165,7 @@ class State:
     step_seconds: float = 0.0  # what the last step took
     eval_seconds: float = 0.0  # what the last evaluation took
     save_seconds: float = 0.0  # what the last save took
-    compile_seconds: float = 0.0  # what warm_up() took, summed over all resumes
+    start_seconds: float = 0.0  # what compile_and_fit() took, summed over all resumes
     last: dict = field(default_factory=dict)  # columns of log.csv, of the last step
 
 
@@ -180,7 +181,7 @@ class Clock:
         self.max_steps = max_steps
         self.earlier = 0.0  # seconds used before the resume, as the checkpoint says
         # Seconds of this process, for the report at its end.
-        self.spent = {"training": 0.0, "compiling": 0.0, "evaluating": 0.0, "saving": 0.0}
+        self.spent = {"training": 0.0, "starting": 0.0, "evaluating": 0.0, "saving": 0.0}
         self.start()
 
     def start(self):
@@ -208,9 +209,9 @@ class Clock:
         where a reserve turns out smaller than the one before, and by a resume with more budget."""
         if self.max_steps:
             return min(1.0, self.state.step / self.max_steps)
-        compiling = self.state.compile_seconds
-        whole = self.budget_seconds - self.reserve() - compiling
-        return min(1.0, (self.elapsed() - compiling) / max(1e-9, whole))
+        starting = self.state.start_seconds
+        whole = self.budget_seconds - self.reserve() - starting
+        return min(1.0, (self.elapsed() - starting) / max(1e-9, whole))
 
 
 class Run:
@@ -384,88 +385,107 @@ def drop_gradients(run):
         weight.grad = None
 
 
-def warm_up(run, held_out_rows):
+def compile_and_fit(run, held_out_rows):
     """Compile run.loss_fn if asked, and halve micro_batch until a step fits in memory.
 
-    Returns data.held_out() of the rows, in batches of that size."""
+    Returns data.held_out() of the rows, in batches of that size. A signal ends it early."""
     global micro_batch
     eager = run.loss_fn
+    compiled = compile
+    parallel.add_up([torch.zeros((), device=run.device)])  # from now on NCCL has its memory too
     while True:
         held_out_sets = held_out(held_out_rows, micro_batch)
-        if compile and offload:
+        run.loss_fn = eager
+        if compiled and offload:
             run.loss_fn = run.streamed.compiled(eager)
-        elif compile:
+        elif compiled:
             run.loss_fn = torch.compile(eager, dynamic=False)
-        is_too_large = not fits(run, eager, held_out_sets[15][0])
-        if not parallel.anyone(is_too_large):
+        trouble = try_a_step(run, compiled, held_out_sets[15][0])
+        if parallel.anyone(trouble not in ("", FULL)):
+            print(f"torch.compile does not work here, going on without it: {trouble}")
+            compiled = False
+        elif parallel.anyone(trouble == FULL):
+            smaller = smaller_micro_batch()
+            if not smaller:
+                raise MemoryError
+            print(f"{FULL} with micro_batch={micro_batch}: going on with {smaller}", flush=True)
+            micro_batch = smaller
+            # Nothing of the larger size stays, neither its rows nor what was compiled for it.
+            run.fetched_row = -1
+            run.fetched_rows = None
+            torch.compiler.reset()
+        else:
             return held_out_sets
-        smaller = smaller_micro_batch()
-        if not smaller:
-            raise MemoryError
-        print(f"out of memory with micro_batch={micro_batch}: going on with {smaller}", flush=True)
-        micro_batch = smaller
-        # Nothing of the larger size stays: its rows, what was compiled for it, its freed memory.
-        run.fetched_row = -1
-        run.fetched_rows = None
-        torch.compiler.reset()
-        gc.collect()
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if parallel.anyone(run.stop):
+            return held_out_sets
 
 
-def smaller_micro_batch():
-    """The largest that is at most half of micro_batch and divides the batch; 0 if it is 1."""
-    for n in range(micro_batch // 2, 0, -1):
-        if batch_size % n == 0 and batch_start % n == 0:
-            return n
-    return 0
-
-
-def micro_batch_that_fitted():
-    """What this run had to halve micro_batch to before it was stopped, if the same is asked for."""
-    asked = record.read_facts(out_dir).get("asked_micro_batch")
-    fitted = record.read_settings(out_dir).get("micro_batch")
-    if asked != micro_batch or fitted not in range(1, micro_batch):
-        return micro_batch
-    if batch_size % fitted or batch_start % fitted:  # the batch is another one now
-        return micro_batch
-    print(f"micro_batch={fitted}, since {micro_batch} did not fit in memory")
-    return fitted
-
-
-def fits(run, eager, held_out_batch):
-    """Whether a step fits in memory; where run.loss_fn does not compile, eager takes its place."""
+def try_a_step(run, compiled, held_out_batch):
+    """Rehearse a step, and leave nothing of it in memory: "", FULL, or why it does not compile."""
+    trouble = ""
     try:
         rehearse(run, held_out_batch)
-    except Exception as e:  # whatever inductor raises: no compiler, no Triton, a card too old
+    except Exception as e:
         if safety.is_out_of_memory(e):
-            return False
-        if run.loss_fn is eager:
+            trouble = FULL
+        elif compiled:  # whatever inductor raises: no compiler, no Triton, a card too old
+            trouble = safety.first_line(e)
+        else:
             raise
-        print(f"torch.compile does not work here, going on without it: {safety.first_line(e)}")
-        run.loss_fn = eager
-        return fits(run, eager, held_out_batch)
-    finally:
-        drop_gradients(run)
-        run.model.train()
-    return True
+    # Not in the handler: as long as there is an exception, so is all that its frames hold.
+    drop_gradients(run)
+    run.model.train()
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return trouble
 
 
 def rehearse(run, held_out_batch):
-    """All that a step and an evaluation have in memory at a time; no weight changes.
+    """The micro-batches of a step, and an evaluation's; both graphs are compiled here.
 
-    The second micro-batch finds the gradients of the first, beside room for all that the optimisers
-    will remember. Both graphs are compiled here: of training and of evaluation."""
+    The second micro-batch finds the gradients of the first in memory, beside room for all that the
+    optimisers will remember. No weight changes."""
     room = []
     for o in run.optimizers:
         moments = 1 if isinstance(o, Muon) else 2
         params = [p for group in o.param_groups for p in group["params"]]
         if not o.state:  # a resumed one has them already
             room += [torch.empty_like(p) for p in params for _ in range(moments)]
+    if run.device.type == "cuda":  # kernels take memory that no tensor shows, other processes too
+        spare = torch.cuda.get_device_properties(run.device).total_memory // 20
+        room.append(torch.empty(spare, dtype=torch.uint8, device=run.device))
     for _ in range(2):
         run.loss_fn(*batch_at(run, run.state.row, mask_count(0))).backward()
     if parallel.RANK == 0:
         held_out_loss(run, [held_out_batch])
+
+
+def divides_batch(n):
+    """Whether steps of every size are whole micro-batches of n rows."""
+    smallest = batch_start if batch_ramp else batch_size
+    return batch_size % n == 0 and smallest % n == 0
+
+
+def smaller_micro_batch():
+    """The largest that is at most half of micro_batch and divides the batch; 0 if it is 1."""
+    return max(filter(divides_batch, range(1, micro_batch // 2 + 1)), default=0)
+
+
+def micro_batch_that_fitted(dev):
+    """What this run had to halve micro_batch to before it was stopped; micro_batch if it had not.
+
+    Another micro_batch, another batch or another card is tried anew."""
+    facts = record.read_facts(out_dir)
+    fitted = record.read_settings(out_dir).get("micro_batch")
+    same_wish = facts.get("asked_micro_batch") == micro_batch
+    same_card = facts.get("device") == machine.device_name(dev)
+    is_smaller = isinstance(fitted, int) and 0 < fitted < micro_batch
+    if not (same_wish and same_card and is_smaller and divides_batch(fitted)):
+        return micro_batch
+    print(f"micro_batch={fitted}, since {micro_batch} did not fit in this memory")
+    return fitted
 
 
 @torch.no_grad()
@@ -556,12 +576,13 @@ def evaluation_is_due(run, number):
     return number > run.state.evals_done and run.state.eval_seconds < run.clock.left()
 
 
-def is_hopeless(number, held_out_loss):
-    """Whether evaluation `number` is that of an eighth of the budget, with a loss above 6.
+def is_hopeless(number, number_before, held_out_loss):
+    """Whether evaluation `number` is the first behind an eighth of the budget, with a loss above 6.
 
     After 3 of 24 hours the paper's code can end such a run. Runs of minutes are above it longer."""
     is_long = budget_hours >= 1 and not max_steps
-    return is_long and number == math.ceil(evals / 8) and held_out_loss > 6
+    is_first = max(0, number_before) < evals / 8 <= number
+    return is_long and is_first and held_out_loss > 6
 
 
 def save_is_due(run):
@@ -613,7 +634,7 @@ def status(run, progress):
     """What the progress bar says."""
     last = run.state.last
     speed, mfu = throughput(run)
-    minutes = (run.clock.elapsed() - run.state.compile_seconds) / 60
+    minutes = (run.clock.elapsed() - run.state.start_seconds) / 60
     left = minutes / max(progress, 1e-9) - minutes
     losses = f"loss {last['loss']:.3f}  lr {last['lr']:.1e}"
     return f"{losses}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  {left:.0f} min left"
@@ -733,12 +754,12 @@ def main():
     # Whatever is wrong with settings, machine and data is said before anything is written.
     global micro_batch
     config = check_settings()
-    asked_micro_batch = micro_batch
-    if init == "resume":
-        micro_batch = micro_batch_that_fitted()
     wandb = record.find_wandb() if wandb_project else None
     parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
+    asked_micro_batch = micro_batch
+    if init == "resume":
+        micro_batch = micro_batch_that_fitted(dev)
     if dev.type == "mps" and (offload or parallel.WORLD > 1):
         sys.exit("offload and several processes work on cuda and cpu: type --device=cpu")
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
@@ -779,11 +800,11 @@ def main():
     run.saved_at = clock.started
     run.first_row = state.row
     before = micro_batch
-    held_out_sets = warm_up(run, held_out_rows)
+    held_out_sets = compile_and_fit(run, held_out_rows)
     if parallel.RANK == 0 and micro_batch < before:
         write_facts(run, asked_micro_batch)
-    clock.spent["compiling"] = time.monotonic() - clock.started
-    state.compile_seconds += clock.spent["compiling"]
+    clock.spent["starting"] = time.monotonic() - clock.started
+    state.start_seconds += clock.spent["starting"]
     # Where a larger budget has taken progress back, evaluations become due again.
     state.evals_done = min(state.evals_done, int(clock.progress() * evals))
     form = "{percentage:3.0f}%|{bar}|{postfix}"
@@ -795,12 +816,12 @@ def main():
             if parallel.RANK == 0 and not run.stop and clock.progress() < 1:
                 number = int(clock.progress() * evals)
                 if evaluation_is_due(run, number):
-                    state.evals_done = number
+                    number_before, state.evals_done = state.evals_done, number
                     losses = evaluate(run, held_out_sets)
                     when = f"{clock.elapsed() / 60:7.1f} min  step {state.step:6,}"
                     both = f"{losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
                     bar.write(f"{when}  held-out loss {both}")
-                    if is_hopeless(number, losses["val_loss_15"]):
+                    if is_hopeless(number, number_before, losses["val_loss_15"]):
                         bar.write("WARNING: that is still above 6: few such runs come to anything")
                     if samples:
                         sentence = sentences()[state.evals_done % len(sentences())]

@@ -52,7 +52,7 @@ def pick(device, dtype):
     if device == "cuda" and torch.version.cuda:  # AMD's cards are numbered otherwise
         capability = torch.cuda.get_device_capability()
         architectures = torch.cuda.get_arch_list()
-        if not has_kernels(capability, architectures):
+        if architectures and not has_kernels(capability, architectures):
             card = f"{torch.cuda.get_device_name()} (sm_{capability[0]}{capability[1]})"
             built = f"torch {torch.__version__} is built for {' '.join(architectures)}"
             other = "take one from pytorch.org that is (older cards: for an older CUDA)"
@@ -76,8 +76,10 @@ def has_kernels(capability, architectures):
 
     Machine code (sm) serves later cards of its major version, PTX (compute) all later ones, what
     ends in "a" no other card (CUDA C++ Programming Guide, compute capabilities)."""
-    for architecture in architectures:
-        kind, digits, suffix = re.fullmatch(r"(\w+)_(\d+)(\w?)", architecture).groups()
+    known = [re.fullmatch(r"(sm|compute)_(\d+)(\w?)", each) for each in architectures]
+    if not all(known):  # nothing known of this build: it may work
+        return True
+    for kind, digits, suffix in [found.groups() for found in known]:
         built_for = divmod(int(digits), 10)
         same_major = built_for[0] == capability[0]
         if suffix == "a":
@@ -177,6 +179,12 @@ def processor():
     return found[1] if found else platform.processor() or platform.machine()
 
 
+def device_name(device):
+    """What a torch.device is, like "cuda: NVIDIA H200"."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    return f"{device.type}: {name}"
+
+
 def describe(device):
     """Versions, hardware, commit of this code and the date: a dict of strings and numbers."""
     commit = ""
@@ -185,9 +193,8 @@ def describe(device):
         here = Path(__file__).parent
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=20)
         commit = done.stdout.strip()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else processor()
     facts = {"python": platform.python_version(), "torch": torch.__version__}
     facts |= {"numpy": np.__version__, "system": platform.platform()}
-    facts |= {"device": f"{device.type}: {name}", "cores": os.cpu_count()}
+    facts |= {"device": device_name(device), "cores": os.cpu_count()}
     facts |= {"threads": torch.get_num_threads(), "commit": commit or "unknown"}
     return facts | {"date": time.strftime("%Y-%m-%d", time.gmtime())}

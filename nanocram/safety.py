@@ -17,7 +17,13 @@ except ImportError:  # on Windows nothing is locked
     fcntl = None
 
 # What Python, PyTorch's allocators and cuBLAS say where memory runs out.
-OUT_OF_MEMORY = ("memoryerror", "out of memory", "allocate memory", "alloc_failed")
+OUT_OF_MEMORY = (
+    "memoryerror",
+    "out of memory",
+    "allocate memory",
+    "alloc_failed",
+    "cublas_status_not_initialized",
+)
 
 
 def write_beside(path, write):
@@ -82,7 +88,8 @@ def first_line(error, length=150):
 
 def is_out_of_memory(error):
     """Whether an exception is about memory: the CPU's allocator raises a plain RuntimeError."""
-    return any(words in repr(error).lower() for words in OUT_OF_MEMORY)
+    is_system = isinstance(error, OSError)  # a process could not be started
+    return not is_system and any(words in repr(error).lower() for words in OUT_OF_MEMORY)
 
 
 class Unbreakable:

@@ -443,6 +443,40 @@ def test_nothing_is_compiled_after_the_start(device, data_dir, tmp_path):
     assert found["noticed"]
 
 
+def halving(device, data_dir, out_dir):
+    """A compiled run that may use 1.2 times what 256 rows need in eager steps, and asks for 2,048.
+
+    The micro_batch it takes, its steps, the bytes that it has reserved and those that it may."""
+    rows = {"micro_batch": 256, "batch_start": 256, "batch_size": 2048}
+    set_up(device, data_dir=data_dir, out_dir=out_dir, **rows)
+    run = bench.new_run()
+    torch.cuda.reset_peak_memory_stats()
+    bench.train_step(run, n_micro=2)
+    needed = torch.cuda.max_memory_allocated()
+    del run
+    gc.collect()
+    torch.cuda.empty_cache()
+    card = torch.cuda.get_device_properties(device).total_memory
+    allowed = card // 20 + 1.2 * needed  # a twentieth is kept free by train.rehearse()
+    torch.cuda.set_per_process_memory_fraction(allowed / card)
+
+    rows |= {"micro_batch": 2048, "batch_start": 2048}
+    set_up(device, data_dir=data_dir, out_dir=out_dir, compile=True, max_steps=10, **rows)
+    train.main()
+    fitted = record.read_settings(out_dir)["micro_batch"]
+    steps = record.read_log(out_dir)[-1]["step"]
+    return fitted, steps, torch.cuda.memory_reserved(), allowed
+
+
+@on("cuda")
+def test_micro_batch_halves_until_it_fits(device, data_dir, tmp_path):
+    """A real allocator that refuses; test_train.py has one for the CPU."""
+    fitted, steps, reserved, allowed = answer(halving, device, str(data_dir), str(tmp_path / "out"))
+    assert 256 <= fitted < 2048
+    assert steps == 10
+    assert reserved <= allowed
+
+
 def states(device, data_dir, out_dir):
     """{"Muon.momentum_buffer": devices, …} of a resumed run, and the error of each tensor."""
     set_up(device, data_dir=data_dir, out_dir=out_dir, zero_init=False)

@@ -61,6 +61,44 @@ def assert_equal_runs(a, b, tolerance):
         assert torch.allclose(weights[name], other[name], atol=10 * tolerance * scale), name
 
 
+# The second rank alone has no room for more than four rows at a time.
+FULL_ON_ONE = """
+import sys
+sys.path.insert(0, ROOT)
+import torch
+import train
+from nanocram import machine, parallel, safety
+
+machine.matmul_rate = lambda *where: 1e12
+rehearse = train.rehearse
+
+
+def limited(*args):
+    rehearse(*args)
+    if parallel.RANK == 1 and train.micro_batch > 4:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+train.rehearse = limited
+vars(train).update(SETTINGS)
+safety.run(train.main, "out", "then", train.less_memory)
+"""
+
+
+def test_ranks_halve_micro_batch_together(data_dir, tmp_path):
+    settings = SETTINGS | {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
+    settings |= {"max_steps": 2, "batch_size": 32, "batch_start": 16, "micro_batch": 16}
+    code = FULL_ON_ONE.replace("ROOT", repr(str(ROOT))).replace("SETTINGS", repr(settings))
+    (tmp_path / "limited.py").write_text(code)
+    ranks = torchrun(2, script=tmp_path / "limited.py")
+    said, _ = ranks.communicate(timeout=200)
+    assert ranks.returncode == 0, said
+    # Each says it: only train.py as a script silences all but the first.
+    assert said.count("going on with 8") == said.count("going on with 4") == 2
+    assert record.read_settings(tmp_path / "out")["micro_batch"] == 4
+    assert record.read_log(tmp_path / "out")[-1]["step"] == 2
+
+
 def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
     """The ramp begins with one micro-batch, so that a rank is idle, and ends with three, so that
     one has more to do."""

@@ -53,12 +53,13 @@ MIDDLE = 0.5  # of the schedule: where the learning rate is 0, weights stay 0, a
 class RandomRows:
     """Rows of random tokens, in place of data.Rows.
 
-    By a Zipf law, as in text: the gradients of few tokens' rows take most of the sums, which wait
-    for each other on a GPU. Tokens drawn evenly would hide that."""
+    By Zipf's law with Mandelbrot's offset. Sums into few rows of the embeddings' gradient wait for
+    each other on a GPU; tokens drawn evenly would hide that. Of 190 MB of text in 4,096 entries the
+    ten commonest are 20.4 %, by this law 19.8 %."""
 
     def __init__(self):
-        ranks = torch.arange(train.vocab_size - len(SPECIAL))
-        self.frequencies = 1 / (ranks + 10.0)
+        ranks = 1 + torch.arange(train.vocab_size - len(SPECIAL))
+        self.frequencies = 1 / (ranks + 2.7)
 
     def read(self, start, n):
         ranks = torch.multinomial(self.frequencies, n * train.seq_len, replacement=True)

@@ -228,6 +228,12 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
+def additive_mask(attention_mask, dtype):
+    """(B, 1, 1, T), to be added to scores: 0, or −inf where attention_mask (B, T) is 0, padding."""
+    padding = ~attention_mask.bool()[:, None, None]
+    return torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
+
+
 class Encoder(nn.Module):
     """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) where only K positions are asked for.
 
@@ -251,18 +257,20 @@ class Encoder(nn.Module):
 
     def forward(self, ids, attention_mask=None, token_types=None, positions=None):
         x = self.embeddings(ids, token_types)  # (B, T, C)
-        # Tables and mask in the dtype of the queries, once: each block would cast them anew.
+        # The tables turn queries and keys, the mask is added to scores: each is cast to their dtype
+        # once, here, for every block would do it anew.
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        query_dtype = x.dtype
+        if torch.is_autocast_enabled(device):
+            query_dtype = torch.get_autocast_dtype(device)
+        score_dtype = torch.float32 if x.is_cpu else query_dtype  # as Attention computes them
         rope = None
         if self.rope:
             T = ids.shape[1]
-            rope = self.rope_cos[:T].to(dtype), self.rope_sin[:T].to(dtype)
+            rope = self.rope_cos[:T].to(query_dtype), self.rope_sin[:T].to(query_dtype)
         mask = None
         if attention_mask is not None:
-            dtype = torch.float32 if x.is_cpu else dtype  # what attention computes in
-            padding = ~attention_mask.bool()[:, None, None]  # (B, 1, 1, T)
-            mask = torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
+            mask = additive_mask(attention_mask, score_dtype)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, mask)
         source = x

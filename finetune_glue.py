@@ -3,11 +3,14 @@
     python finetune_glue.py --model=out/fineweb                         # eight tasks, from the Hub
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
     python finetune_glue.py --model=out/fineweb --baseline=scratch      # the pre-training's worth
-    for t in mnli qqp qnli cola,sst2,mrpc,stsb,rte; do python finetune_glue.py --tasks=$t & done
+    for s in 0 1 2 3 4; do
+      python finetune_glue.py --model=out/fineweb --seeds=1 --first_seed=$s &
+    done; wait                                                          # five at once, on a GPU
 
 The protocol is that of arXiv 2212.14034, section 5; docs/how_it_works.md says where it is not. The
 model's folder gets glue.md, the table, and glue.json, every seed's scores; after a stop the same
-command does what is not in there yet. Four processes at once suit a GPU that one leaves waiting.
+command does what is not in there yet. Steps this small should leave a GPU waiting, so that there
+five processes share out the seeds; on a CPU they would fight for the cores.
 """
 
 import math
@@ -159,9 +162,10 @@ class HuggingFace(nn.Module):
 def hugging_face_candidate(name):
     """The Candidate of an encoder of transformers, a folder or a name on the Hub; exits if none.
 
-    NAME-untrained is the architecture of NAME, and its tokenizer, with weights drawn anew."""
-    untrained = name.endswith("-untrained")
-    name = name.removesuffix("-untrained")
+    NAME-untrained, where it is no folder, is NAME with its weights drawn anew."""
+    untrained = name.endswith("-untrained") and not Path(name).is_dir()
+    if untrained:
+        name = name.removesuffix("-untrained")
     try:
         from transformers import AutoTokenizer, logging
 
@@ -383,11 +387,13 @@ def glue_entry(candidate, dev, amp_dtype):
 
 
 def find_finished(entry, data):
-    """{(task, seed): run} of glue.json on these data whose answers and classifier are there."""
+    """{(task, seed): run} of glue.json on these data whose answers and classifier are there.
+
+    Any seed: those of other processes, too."""
     result = {}
     for run in glue.stored_runs(model, entry):
         name, seed = run["task"], run["seed"]
-        if name not in data or not first_seed <= seed < first_seed + seeds:
+        if name not in data:
             continue
         same_data = data_facts(data[name]).items() <= run.items()
         written = glue.written_answers(data[name], Path(model) / f"submission/seed{seed}")
@@ -444,6 +450,8 @@ def check_settings():
     require(globals(), limits)
     if baseline not in ("", "scratch") and not re.match("hf:.", baseline):
         sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
+    if baseline.startswith("hf:") and glue_pooling != "cls":
+        sys.exit("a baseline of transformers pools in its own way: add --glue_pooling=cls")
     if save_models and first_seed:
         sys.exit("--save_models keeps the classifiers of seed 0: leave out --first_seed")
     if baseline and (save_models or predict_test):
@@ -479,14 +487,15 @@ def main():
     data = read_tasks(candidate, names)
     entry = glue_entry(candidate, dev, amp_dtype)
     wanted = [(name, seed) for name in data for seed in range(first_seed, first_seed + seeds)]
-    finished = find_finished(entry, data)
+    stored = find_finished(entry, data)
+    finished = [stored[job] for job in wanted if job in stored]
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.json already")
         # The last ones decide which data the table is about.
-        glue.add_runs(folder, entry, list(finished.values()))
+        glue.add_runs(folder, entry, finished)
 
     # Each task with each seed. One that diverges does not end the others.
-    todo = [job for job in wanted if job not in finished]
+    todo = [job for job in wanted if job not in stored]
     lengths = [data[name]["train"]["length"] for name, _ in todo]
     progress = Progress(lengths, candidate.batch, dev)
     failed = []
@@ -506,13 +515,14 @@ def main():
         progress.bar.write(f"{job}: {scores}  ({speed})")
     progress.bar.close()
 
-    # The table of everything in glue.json.
-    if predict_test:
-        finished = find_finished(entry, data)
-        glue.write_submission(folder / "submission", list(finished.values()))
-    results = glue.runs_by_name(folder)
-    table = glue.table(results)
+    # The submission and the table of everything in glue.json. Of processes that end together, each
+    # with seeds of its own, the last one that is let in sees all seeds.
     with glue.results_lock(folder):
+        if predict_test:
+            stored = find_finished(entry, data)
+            glue.write_submission(folder / "submission", list(stored.values()))
+        results = glue.runs_by_name(folder)
+        table = glue.table(results)
         record.write_card(folder, table)
     print("", *table, *glue.footnotes(results), "", sep="\n")
     print(f"{folder}: glue.md (this table, and each score's spread), glue.json")

@@ -390,7 +390,8 @@ def read_entries(folder):
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))["systems"]
         for entry in entries:
-            if not entry.keys() >= {*IDENTITY, "runs"}:
+            complete = entry.keys() >= {*IDENTITY, "runs"}
+            if not (complete and isinstance(entry["protocol"], dict)):
                 raise ValueError("a system without all of its facts")
             if not all(run.keys() >= FACTS for run in entry["runs"]):
                 raise ValueError("a run without all of its facts")
@@ -414,14 +415,21 @@ def stored_runs(folder, entry):
 
 
 def runs_by_name(folder):
-    """{name: runs} of all that is in glue.json; of equal names, the second becomes "name (2)"."""
+    """{name: runs} of all that is in glue.json.
+
+    The second of a name is "name (2, other weights)": what differs from the first is named."""
     result = {}
-    seen = []
+    of_name = {}  # {name: what tells its systems apart, for each of them}
     for entry in read_entries(folder):
         name = entry["system"]
-        seen.append(name)
-        number = seen.count(name)
-        result[name if number == 1 else f"{name} ({number})"] = entry["runs"]
+        facts = {"weights": entry["weights"], **entry["protocol"]}
+        same = of_name.setdefault(name, [])
+        same.append(facts)
+        if len(same) > 1:
+            first = same[0]
+            other = [key for key in first | facts if first.get(key) != facts.get(key)]
+            name += f" ({len(same)}, other {' and '.join(other)})"
+        result[name] = entry["runs"]
     return result
 
 

@@ -422,13 +422,21 @@ def test_processes_that_share_out_seeds_and_tasks_at_once_lose_nothing(model, gl
     assert (model / "glue.md").read_text().count("; seeds: 4 ") == 1
 
 
-def test_the_commands_that_share_out_the_tasks_leave_none_out():
-    """In the docstring, which --help shows, and in the README."""
+def test_the_commands_that_share_out_the_seeds_leave_none_out():
+    """In the docstring, which --help shows, and in the README; both wait for all of them."""
     for text in (ft.__doc__, (ROOT / "README.md").read_text(encoding="utf-8")):
-        parts = re.search(r"for t in ([\w, ]+); do python finetune_glue.py .*--tasks=\$t", text)[1]
-        assert len(parts.split()) == 4
-        named = parts.replace(" ", ",").split(",")
-        assert sorted(named) == sorted(ft.tasks.split(","))
+        found = re.search(
+            r"for s in ([\d ]+); do\s+python finetune_glue.py (.*?) &\s+done; wait", text
+        )
+        numbers, flags = found.groups()
+        done = []
+        for number in numbers.split():
+            script = dict(vars(ft))
+            with contextlib.redirect_stdout(io.StringIO()):
+                configurator.configure(script, flags.replace("$s", number).split())
+            assert script["model"].startswith("out/") and script["tasks"] == ft.tasks
+            done += range(script["first_seed"], script["first_seed"] + script["seeds"])
+        assert done == [*range(ft.seeds)]
 
 
 def test_other_data_are_not_what_was_done(finished, glue_files, tmp_path):
@@ -453,7 +461,8 @@ def test_other_weights_are_not_what_was_done(finished, glue_files, tmp_path):
     assert "already" not in done.stdout and len(results(model)) == 2
     name = results(model)[0]["system"]
     assert name.startswith("model, epochs=2, glue_batch=8")
-    assert f"| {name}; seeds: 2" in done.stdout and f"| {name} (2); seeds: 1" in done.stdout
+    assert f"| {name}; seeds: 2" in done.stdout
+    assert f"| {name} (2, other weights); seeds: 1" in done.stdout
 
 
 def test_another_precision_is_named(model, glue_files):
@@ -574,6 +583,18 @@ def test_an_untrained_encoder_has_the_architecture_and_fresh_weights(kind, tmp_p
     assert a[table].std().item() == pytest.approx(0.02, rel=0.02)
 
 
+def test_a_folder_may_be_called_untrained(tmp_path, data_dir):
+    """Its own weights are read, and -untrained behind its name leaves them out."""
+    folder = encoder("Bert", tmp_path / "bert-untrained", data_dir)
+    own = ft.hugging_face_candidate(str(folder))
+    assert own.name == str(folder)
+    theirs = transformers.AutoModel.from_pretrained(folder).state_dict()
+    key = "embeddings.word_embeddings.weight"
+    assert torch.equal(own.build(2).model.base_model.state_dict()[key], theirs[key])
+    fresh = ft.hugging_face_candidate(f"{folder}-untrained")
+    assert fresh.name == f"{folder} without pre-training" and fresh.weights != own.weights
+
+
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
 def test_encoders_of_transformers_that_do_not_fit(kind, settings, tmp_path, data_dir):
     """Another configuration is another start; what is incomplete or too short is refused."""
@@ -614,6 +635,26 @@ def test_answers_that_are_gone_or_to_another_test_set_are_written_anew(model, gl
     assert "1 of 2 fine-tunings" in other.stdout
 
 
+def test_a_submission_is_chosen_from_the_seeds_of_all_processes(model, glue_files):
+    """Each process writes it anew, the last one from every seed that has answered."""
+    flags = {"tasks": "stsb", "epochs": 1, "seeds": 1}
+    for seed in range(5):
+        # Seed 2 is done without answers, so there is none to choose.
+        done = run(model, glue_files, first_seed=seed, predict_test=seed != 2, **flags)
+        assert done.returncode == 0, done.stdout
+    by_score = sorted((s["pearson"], seed) for (_, seed), s in scores(model).items() if seed != 2)
+    assert len({score for score, _ in by_score}) == 4
+    middle = by_score[1][1]
+    assert f"submission.zip: seed{middle}/STS-B.tsv" in done.stdout
+    # Answers of another learning rate took the place of that seed's: another one is the median.
+    other = flags | {"glue_lr": 1e-3, "first_seed": middle}
+    assert run(model, glue_files, predict_test=True, **other).returncode == 0
+    left = [seed for _, seed in by_score if seed != middle]
+    again = run(model, glue_files, first_seed=left[0], predict_test=True, **flags)
+    assert "1 of 1 fine-tunings are in" in again.stdout
+    assert f"submission.zip: seed{left[1]}/STS-B.tsv" in again.stdout
+
+
 def test_missing_files_leave_out_what_needs_them(model, glue_files, tmp_path):
     folder = shutil.copytree(glue_files[0], tmp_path / "glue")
     (folder / "RTE/train.tsv").unlink()
@@ -651,6 +692,7 @@ def test_missing_files_leave_out_what_needs_them(model, glue_files, tmp_path):
         ({"baseline": "hf:nowhere-untrained"}, "transformers cannot load nowhere"),
         ({"glue_schedule": "step"}, "glue_schedule=step cannot work: it must be cosine or linear"),
         ({"glue_pooling": "max"}, "glue_pooling=max cannot work: it must be cls or mean"),
+        ({"glue_pooling": "mean", "baseline": "hf:x"}, "in its own way: add --glue_pooling=cls"),
         ({"glue_dropout": 1.5}, "glue_dropout=1.5 cannot work"),
         ({"glue_beta2": 1.0}, "glue_beta2=1.0 cannot work"),
         ({"dtype": "int8"}, "dtype=int8 cannot work: it must be auto or bfloat16"),

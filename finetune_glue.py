@@ -387,9 +387,7 @@ def glue_entry(candidate, dev, amp_dtype):
 
 
 def find_finished(entry, data):
-    """{(task, seed): run} of glue.json on these data whose answers and classifier are there.
-
-    Any seed: those of other processes, too."""
+    """{(task, seed): run} of glue.json, any seed, on these data, with answers and classifier."""
     result = {}
     for run in glue.stored_runs(model, entry):
         name, seed = run["task"], run["seed"]

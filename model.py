@@ -64,7 +64,7 @@ class ModelConfig:
             wanted = f"an even multiple of n_head={self.n_head}"
             raise ValueError(f"n_embd={self.n_embd} must be {wanted}: try {near}")
         if not 0 <= self.n_narrow < self.n_layer:
-            wanted = f"between 0 and {self.n_layer - 1}: one layer stays full"
+            wanted = f"between 0 and {self.n_layer - 1}: below n_layer={self.n_layer}"
             raise ValueError(f"n_narrow={self.n_narrow} must lie {wanted}")
         if not (0 <= self.dropout < 1 and self.norm_eps > 0 and self.token_types >= 0):
             raise ValueError(
@@ -206,7 +206,7 @@ class Block(nn.Module):
     def __init__(self, config, first):
         super().__init__()
         self.post_norm = config.post_norm
-        # Before the first attention a norm after the embeddings stands in, as in ModernBERT.
+        # The first attention has none but that of the embeddings, if there is one: as ModernBERT.
         has_attn_norm = not first or config.post_norm or config.first_attn_norm
         self.attn_norm = layer_norm(config) if has_attn_norm else nn.Identity()
         self.attn = Attention(config)
@@ -282,7 +282,7 @@ class Encoder(nn.Module):
 
 
 def head_transform(config):
-    """BERT's dense-GELU-norm before the decoder; in fine-tuning it warms up the classifier."""
+    """BERT's dense-GELU-norm before the decoder; in fine-tuning it goes on as the pooler."""
     dense = nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias)
     return nn.Sequential(OrderedDict(dense=dense, act=nn.GELU(), norm=layer_norm(config)))
 
@@ -316,7 +316,7 @@ class MaskedLM(nn.Module):
         self.decoder.weight = self.model.embeddings.tok_embeddings.weight
         self.apply(init_weights(config.n_embd))
         if config.zero_init:
-            # A block with its norms inside starts as the identity (arXiv 1901.09321 and later).
+            # Without post_norm a block then starts as the identity (arXiv 1901.09321 and later).
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)

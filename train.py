@@ -5,8 +5,8 @@
     python train.py --budget_hours=24 --init=resume           # go on after a crash, or for longer
     torchrun --nproc_per_node=8 train.py --budget_hours=24    # on eight GPUs: more in the same time
 
-data_dir comes from prepare.py. The clock starts just before the first step: compiling, evaluating
-and saving count, preparing the data does not. out_dir gets log.csv, run.json, loss.png, ckpt.pt and
+data_dir comes from prepare.py. The clock starts just before compiling: compiling, evaluating and
+saving count, preparing the data does not. out_dir gets log.csv, run.json, loss.png, ckpt.pt and
 a model folder that loads in transformers, all kept current.
 
 One step, in main(): progress -> learning rate, rows, masks -> accumulate() -> update().
@@ -33,18 +33,18 @@ max_steps = 0                   # stop after so many steps, without a clock; 0 =
 # the batch
 micro_batch = 256               # rows per forward pass; halved by itself where memory runs out
 batch_size = 4096               # rows per optimiser step from batch_ramp on: 0.5M tokens
-batch_start = 1024              # rows per optimiser step at the start
+batch_start = 1024              # least rows per optimiser step: the ramp begins there
 batch_ramp = 0.6                # share of the run over which it grows (paper 4.3); 0 = at once
 # the objective
 mask_rate = 0.30                # share of a row's tokens to predict; from 30 % at the start ...
-mask_rate_end = 0.15            # ... to 15 % at the end, half a point of GLUE (arXiv 2305.15096)
+mask_rate_end = 0.15            # ... to 15 % at the end: +0.5 of GLUE there (arXiv 2305.15096)
 mask_token_share = 1.0          # share of those that become [MASK]; BERT's recipe has 0.8 ...
 random_token_share = 0.0        # ... and 0.1 that become a random token; the rest stays
 # the optimiser: why these values, and what lost, is told in results/README.md
 optimizer = "muon"              # muon (on the blocks' matrices, AdamW on the rest) | adamw | adam
 muon_lr = 0.02                  # peak learning rate of Muon; public speed runs have 0.02 to 0.035
 muon_weight_decay = 0.05        # decoupled, of Muon's matrices
-lr = 0.004                      # peak learning rate of AdamW, Adam; a guess with Muon, 0.001 alone
+lr = 0.004                      # peak learning rate of AdamW, Adam; a guess: 0.001 without Muon
 weight_decay = 0.0              # of AdamW (decoupled) and Adam (coupled); the paper has 0.01
 beta1 = 0.9                     # of AdamW and Adam
 beta2 = 0.95                    # of AdamW and Adam; the paper has 0.98
@@ -58,7 +58,7 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes later on
 n_layer = 16
-n_narrow = 0                    # layers at the end that compute predicted tokens alone (model.py)
+n_narrow = 0                    # layers at the end that compute predicted tokens alone; 0 as 1
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, behind the gate
@@ -158,7 +158,7 @@ class State:
     row: int = 0  # where the next step starts to read; it counts on through all epochs
     skipped: int = 0  # steps whose loss or gradient was not finite
     skipped_in_row: int = 0  # those since the last usable one
-    evals_done: int = -1  # number of the last evaluation: 0 is that before the first step
+    evals_done: int = -1  # place of the last evaluation in 0 … evals; 0 is before the first step
     logged: int = -1  # step of the last row in log.csv
     loss_sum: float = 0.0  # of the usable steps since that row ...
     loss_count: int = 0  # ... and how many there were
@@ -192,7 +192,7 @@ class Clock:
         return self.earlier + time.monotonic() - self.started
 
     def reserve(self):
-        """Seconds to keep for the end: an evaluation, a save, a step still in a GPU's queue."""
+        """Seconds to keep for the end: an evaluation, a save, the queued part of a cut step."""
         state = self.state
         return 1.2 * (state.eval_seconds + state.save_seconds) + state.step_seconds
 
@@ -229,14 +229,15 @@ class Run:
         if offload:
             sizes = micro_batch, seq_len, most_masks()
             free = [machine.free_bytes(where) for where in (torch.device("cpu"), dev)]
-            plan, sums_stay = memory_plan(config, amp_dtype, *sizes, dev.type == "cuda", free)
+            pinned = dev.type == "cuda"
+            plan, sums_stay = memory_plan(config, amp_dtype, *sizes, pinned, free)
             print(plan, flush=True)
         self.model = MaskedLM(config)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)  # nats, summed over a micro-batch
         self.flops_per_token = self.model.flops_per_token(seq_len, most_masks())
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
         if offload:  # the model stays on the host, and what it computes goes to the device
-            machine.keep_freed_memory()
+            machine.keep_freed_memory()  # the host's AdamW takes as much again in each step
             self.streamed = Streamed(self.model, dev, amp_dtype, sums_stay)
         else:
             self.model.to(dev)
@@ -349,7 +350,7 @@ def accumulate(run, n_rows, n_mask):
 
 
 def update(run, total_loss, lr_share):
-    """Step the optimisers with the gradients of all ranks; skip them where they are not finite.
+    """Step the optimisers with the summed gradients; skip the step if these or the loss overflow.
 
     Returns (loss in nats per predicted token, norm of the gradient before clipping), floats."""
     if offload:
@@ -364,7 +365,8 @@ def update(run, total_loss, lr_share):
             group["lr"] = group["peak_lr"] * lr_share
     norm = torch.nn.utils.clip_grad_norm_(run.weights.values(), grad_clip or math.inf)
 
-    # The one time in a step that the CPU waits for its device: all before it was only queued.
+    # The one time in a step that the CPU waits for its device: all before it was only queued (but
+    # for collect() above, and for other ranks).
     loss, grad_norm = torch.stack((total_loss, norm.to(total_loss.device))).tolist()
     if math.isfinite(loss) and math.isfinite(grad_norm):
         for o in run.optimizers:
@@ -402,7 +404,8 @@ def compile_and_fit(run, held_out_rows):
             run.loss_fn = torch.compile(eager, dynamic=False)
         trouble = try_a_step(run, compiled, held_out_sets[15][0])
         if parallel.anyone(trouble not in ("", FULL)):
-            print(f"torch.compile does not work here, going on without it: {trouble}")
+            why = trouble or "so another rank says"
+            print(f"torch.compile does not work here, going on without it: {why}")
             compiled = False
         elif parallel.anyone(trouble == FULL):
             smaller = smaller_micro_batch()
@@ -550,7 +553,7 @@ def write_rows(run):
 def save(run):
     """Write ckpt.pt, the model folder, loss.png and the card, each beside its goal and renamed.
 
-    Returns whether that worked. If not, what was there before stands: a full disk ends no run."""
+    Returns whether that worked. If not, what was there before stands, and the run goes on."""
     started = time.monotonic()
     write_rows(run)
     try:
@@ -577,9 +580,10 @@ def evaluation_is_due(run, number):
 
 
 def is_hopeless(number, number_before, held_out_loss):
-    """Whether evaluation `number` is the first behind an eighth of the budget, with a loss above 6.
+    """Whether evaluation `number` is the first after an eighth of the run, with a loss above 6.
 
-    After 3 of 24 hours the paper's code can end such a run. Runs of minutes are above it longer."""
+    After 3 of 24 hours the paper's code can end such a run. Good runs of minutes are above it for a
+    larger share of their time, so nothing is said of them."""
     is_long = budget_hours >= 1 and not max_steps
     is_first = max(0, number_before) < evals / 8 <= number
     return is_long and is_first and held_out_loss > 6
@@ -701,7 +705,9 @@ def check_settings():
     if offload and parallel.WORLD > 1:
         sys.exit("offload is for one process: type --offload=False, or leave torchrun out")
     if offload and optimizer == "muon":
-        sys.exit("offload steps on the host, too slow for Muon there: type --optimizer=adamw")
+        sys.exit(
+            "offload steps on the host, too slow for Muon there: type --optimizer=adamw --lr=0.001"
+        )
     try:
         return ModelConfig(**{f.name: globals()[f.name] for f in fields(ModelConfig)})
     except ValueError as e:
@@ -778,7 +784,8 @@ def main():
     run.matmul_rate = machine.matmul_rate(dev, amp_dtype) * parallel.WORLD
     lock = safety.Lock(safety.lock_file(out_dir)) if parallel.RANK == 0 else None
     if init == "resume":
-        # Weights, the optimisers' states, the loss scale, State, and the seconds used until then.
+        # Weights, the optimisers' states, the loss scale, State (in place), and the seconds used
+        # until then. The clock really starts below: this is for progress().
         checkpoint.restore(run, optimizer)
         clock.start()
         if clock.progress() >= 1:
@@ -865,8 +872,8 @@ def main():
                 foretold = True
     except (SystemExit, OSError):
         # Rows that changed or ranks that are gone (SystemExit), a disk that fails (OSError): what
-        # was learnt is kept. After unusable steps nothing was: the checkpoint of before stands.
-        if parallel.RANK == 0 and not state.skipped_in_row:
+        # was learnt is kept. Weights that no step could use are not: the checkpoint before stands.
+        if parallel.RANK == 0 and state.skipped_in_row < MAX_SKIPPED:
             save(run)
         raise
     bar.close()
@@ -898,8 +905,9 @@ def less_memory():
     if smaller:
         now = f"now {micro_batch}; the batch stays at {batch_size} rows"
         advice.append(f"--micro_batch={smaller} ({now})")
-    if not offload and parallel.WORLD == 1 and device != "mps":
-        other = " --optimizer=adamw" if optimizer == "muon" else ""
+    on_a_mac = torch.backends.mps.is_available() and device != "cpu"
+    if not offload and parallel.WORLD == 1 and not on_a_mac:
+        other = " --optimizer=adamw --lr=0.001" if optimizer == "muon" else ""
         advice.append(f"--offload=True{other}")
     return ", or ".join([*advice, "a smaller model"])
 

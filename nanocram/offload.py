@@ -49,7 +49,8 @@ def memory_plan(config, amp_dtype, micro_batch, seq_len, n_predicted, pinned, fr
         missing = f"{(on_host - free[0]) / 1e9:.3g} GB more than are free"
         sys.exit(f"{words}, {missing}: type a smaller --n_layer or --n_embd")
 
-    # A token leaves its input to each block, and what one block keeps; a predicted one its logits.
+    # Bytes for each token: its input to every block, and all that one block keeps for its backward
+    # pass; for each predicted token its logits.
     C = config.n_embd
     width = amp_dtype.itemsize
     token = 4 * C * config.n_layer + 4 * C + width * (9 * C + 4 * config.n_inner)
@@ -70,8 +71,8 @@ class Slot:
 
     def __init__(self, size, dev, streams):
         self.buffer = torch.empty(size, device=dev)
-        self.holds = None  # the host's buffer whose copy is in it, or on its way
-        self.came = streams.Event()  # it is there
+        self.holds = None  # the host's buffer whose turn it is: its copy, or zeros, or on their way
+        self.came = streams.Event()  # that is there
 
 
 class Group:
@@ -99,8 +100,8 @@ class Streamed:
     """A MaskedLM of the host whose passes are computed on a device, block after block.
 
     A step: p.grad = None; passes, is_last set before the last one's forward; collect(), and p.grad
-    holds the gradients. sums_stay: those of all blocks add up on the device. If there is no room,
-    they come and go with the weights: so the host, whose memory the copies need, never adds."""
+    holds the gradients. sums_stay: those of all blocks add up on the device. If they do not fit, a
+    block's sums travel with its weights; the host never adds, which leaves its memory to copies."""
 
     def __init__(self, model, dev, amp_dtype, sums_stay):
         self.model = model
@@ -110,7 +111,7 @@ class Streamed:
         self.is_last = True  # and the last: gradients go to the host
         self.block_forward = Block.forward  # or that compiled, as compiled() does
         self.random = torch.cuda if dev.type == "cuda" else torch  # has the state of dropout
-        # A CPU has streams and events too, which do nothing. A bus carries both ways at a time.
+        # One stream for each direction: the bus carries both at once. On a CPU they do nothing.
         self.streams = torch.get_device_module(dev)
         self.up = self.streams.Stream()
         self.down = self.streams.Stream()
@@ -147,7 +148,9 @@ class Streamed:
         return self.twin(*args)
 
     def compiled(self, loss_fn):
-        """loss_fn with compiled blocks, in training alone: a graph for each kind and no others."""
+        """loss_fn with compiled blocks: one graph for each kind (first, full, narrow).
+
+        Evaluations stay eager. A Pass keeps the form of its forward for its backward."""
         block_forward = torch.compile(Block.forward, dynamic=False)
 
         def compiled_loss(*batch):
@@ -201,7 +204,7 @@ class Streamed:
 
 
 def compute(block_forward, block, rope, mask, positions, x, source):
-    """([x, source], output) of a block, from which a backward pass comes to these two."""
+    """([x, source], output): fresh leaves, and a block's output; its backward fills their grad."""
     x, source = (None if t is None else t.detach().requires_grad_() for t in (x, source))
     with torch.enable_grad():
         return [x, source], block_forward(block, x, rope, mask, source, positions)
@@ -235,7 +238,10 @@ class Pass(torch.autograd.Function):
         torch.autograd.backward(y, grad)
         if streamed.is_last or not streamed.sums_stay:
             streamed.take_home(streamed.groups[i])
-        if i == 0:  # the pass is over
+        if (
+            i == 0
+        ):  # the blocks are done. A gradient that is there tells forward() that the step has
+            # begun; its numbers come with collect().
             for group in (streamed.resident, *streamed.groups):
                 for p, gradient in group.gradients:
                     p.grad = gradient

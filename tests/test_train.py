@@ -868,7 +868,10 @@ def test_a_real_allocator_that_refuses(data_dir, tmp_path):
 def test_advice_where_memory_runs_out(setting):
     setting(micro_batch=48, batch_size=96, batch_start=48)
     less = "--micro_batch=24 (now 48; the batch stays at 96 rows), or "
-    assert module.less_memory() == f"{less}--offload=True --optimizer=adamw, or a smaller model"
+    assert (
+        module.less_memory()
+        == f"{less}--offload=True --optimizer=adamw --lr=0.001, or a smaller model"
+    )
     setting(optimizer="adamw")
     assert module.less_memory() == f"{less}--offload=True, or a smaller model"
     setting(micro_batch=1, offload=True)

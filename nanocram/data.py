@@ -17,7 +17,7 @@ import torch
 from nanocram.tokenizer import CLS, MASK, SEP, Tokenizer
 
 IGNORE = -100  # the label of a position that does not count, as in torch and transformers
-SIZES = ("rows", "val_rows", "val_tokens", "val_characters")  # counts that may not be 0
+SIZES = ("rows", "val_rows", "val_tokens", "val_characters", "kept")  # counts that may not be 0
 
 
 def load_meta(folder, **wanted):
@@ -34,8 +34,9 @@ def load_meta(folder, **wanted):
             raise ValueError("sizes that cannot be")
         sums = {name: meta["sha256"][name] for name in ("val.bin", "tokenizer.json")}
         # What a run and its model card will ask for: a LookupError now, rather than then.
-        meta["sha256"]["train.bin"], meta["counts"]["kept"]
-        meta["settings"]["source"], meta["settings"]["normalisation"]
+        meta["sha256"]["train.bin"]
+        for name in ("source", "normalisation", "order"):
+            meta["settings"][name]
     except (OSError, ValueError, LookupError, TypeError) as e:
         sys.exit(f"{path} is broken ({e!r:.80}): delete {folder} and run prepare.py again")
     for name, value in wanted.items():

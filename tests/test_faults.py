@@ -567,6 +567,7 @@ PATHS = [
     "counts val_characters",
     "settings",
     "settings source",
+    "settings order",
     "sha256",
     "sha256 train.bin",
     "sha256 val.bin",

@@ -83,11 +83,20 @@ def file_kind(path):
     return next((kind for ending, kind in KINDS.items() if path.endswith(ending)), None)
 
 
+def hub_name(name):
+    """(data set, config or '') of a Hub source, NAME or NAME:CONFIG."""
+    name, colon, config = name.partition(":")
+    return name, config if colon else source_config
+
+
 def find_sources():
-    """{name: paths} of the parts of source: local files, sorted; [name] for a Hub data set."""
-    found = {}
+    """{name: paths} of the parts of source: local files, sorted; [name] for a Hub data set.
+
+    Exits if a file or a data set would be read twice."""
+    found, named_by = {}, {}
     for name in (part.strip() for part in source.split(",")):
-        paths = sorted(filter(os.path.isfile, glob.glob(name, recursive=True)))
+        matches = set(glob.glob(name, recursive=True))  # "**/**" gives the same one twice
+        paths = sorted(filter(os.path.isfile, matches))
         for path in paths:
             if not file_kind(path):
                 kinds = ".txt(.gz), .jsonl(.gz, .zst) or .parquet"
@@ -96,6 +105,11 @@ def find_sources():
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             how = 'give globs in quotes, like --source="a/*.txt,b.jsonl"; ? stands for a comma'
             sys.exit(f"no file matches {name!r}: {how}")
+        for what in map(os.path.abspath, paths) if paths else [hub_name(name)]:
+            if what in named_by:
+                both = f"{named_by[what]!r} and {name!r} name the same text"
+                sys.exit(f"{both}: give each file and data set of --source once")
+            named_by[what] = name
         found[name] = paths or [name]
     return found
 
@@ -162,8 +176,8 @@ def read_texts(path, limit=math.inf):
     if kind:
         options = {"path": kind, "data_files": [path]}
     else:
-        name, colon, config = path.partition(":")
-        options = {"path": name, "name": (config if colon else source_config) or None}
+        name, config = hub_name(path)
+        options = {"path": name, "name": config or None}
     stream = datasets.load_dataset(**options, split="train", streaming=True)
     parts = [stream]
     if limit < math.inf:  # the first files of a data set may be its oldest: take some from many
@@ -191,7 +205,9 @@ def in_turns(sources, share, errors):
     """(name, text) of all sources' documents: next is who had the fewest characters for its weight.
 
     Without weights turns are equal, and go to the others where one ends. With weights the first to
-    end ends all, so that the mix is what they say. Nothing is read twice."""
+    end ends all, so that the mix is what they say."""
+    from tqdm import tqdm
+
     readers = {name: read_documents(paths, errors) for name, paths in sources.items()}
     taken = dict.fromkeys(sources, 0.0)  # characters / share
     while readers:
@@ -200,10 +216,14 @@ def in_turns(sources, share, errors):
         if text is not None:
             taken[name] += len(text) / share[name]
             yield name, text
-        elif weights:
-            return
-        else:
-            del readers[name]
+            continue
+        del readers[name]
+        if weights:
+            readers.clear()
+        # Told now, for the others may go on for hours; print() would write into the progress bar.
+        if name in errors:
+            then = "the others are read on" if readers else "reading ends here"
+            tqdm.write(f"WARNING: {name} broke off, {then}: {errors[name]}")
 
 
 def text_hash(text):

@@ -442,6 +442,28 @@ def test_a_stream_that_breaks_off(tmp_path, corpus, prepare, monkeypatch):
     assert 0 < meta["counts"]["read"] <= 300
 
 
+@pytest.mark.parametrize("weights", ["", "1,1"])
+def test_that_a_stream_broke_off_is_told_at_once(tmp_path, corpus, monkeypatch, capsys, weights):
+    texts = 10 * documents_of(corpus)
+    (tmp_path / "own.txt").write_text("\n\n".join(texts))
+    put_on_hub(monkeypatch, texts, 300)
+    put(monkeypatch, module, source_config="part", weights=weights)
+    sources = {"some/texts": ["some/texts"], "own": [f"{tmp_path}/own.txt"]}
+    names, said = [], ""
+    for name, _ in module.in_turns(sources, module.shares(sources), {}):
+        names.append(name)
+        if not said:
+            said = capsys.readouterr().out
+            told_at = len(names)
+    said += capsys.readouterr().out
+    then = "reading ends here" if weights else "the others are read on"
+    assert said == f"WARNING: some/texts broke off, {then}: ConnectionError: the line is dead\n"
+    if weights:
+        assert told_at == len(names) < 2 * 300 + 40
+    else:
+        assert told_at < 2 * 300 + 40 < len(names) == names.count("some/texts") + len(texts)
+
+
 def test_the_size_of_the_text_is_about_right(tmp_path, corpus):
     write_kinds(tmp_path, corpus)
     shutil.copy(corpus, tmp_path / "e.txt")
@@ -613,6 +635,13 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"source": "texts/{a,b}.txt"}, "no file matches 'texts/{a': give globs in quotes, like"),
         ({"source": "a,comma.txt"}, "no file matches 'comma.txt': "),
         ({"source": "corpus.txt,empty.txt"}, "no text in empty.txt"),
+        (
+            {"source": "corpus.txt,corpus.txt", "weights": "1,1"},
+            "'corpus.txt' and 'corpus.txt' name the same text: give each file and data set of ",
+        ),
+        ({"source": "c*.txt, ./corpus.txt"}, "'c*.txt' and './corpus.txt' name the same text: "),
+        ({"source": "**/**/c*.txt,corpus.txt"}, "'**/**/c*.txt' and 'corpus.txt' name the same"),
+        ({"source": "a/b,a/b:sample-10BT"}, "'a/b' and 'a/b:sample-10BT' name the same text: "),
         ({"weights": "1,2"}, "weights=1,2: give one positive number for each source, 1 in all"),
         ({"weights": "0"}, "weights=0: give one positive"),
         ({"weights": "-1"}, "weights=-1: give one positive"),

@@ -168,7 +168,16 @@ def test_the_threshold_follows_the_vocabulary_unless_it_is_set(monkeypatch, mode
     # Between two sizes it is between their values, beyond the last it stays.
     assert values[2] > threshold(20000) > values[3] == threshold(65536)
     assert [threshold(size, 0.0) for size in sizes] == [0.0] * 4
-    assert threshold(4096, 0.25) == 0.25
+    assert threshold(4096, 0.25) == threshold(600, 0.25) == 0.25
+
+
+def test_a_small_vocabulary_has_no_filter_unless_it_is_set(tmp_path, corpus, prepare, capsys):
+    meta = prepare(tmp_path / "out", corpus, filter_ratio=-1.0)
+    assert (meta["filter_threshold"], meta["counts"]["filtered"]) == (0.0, 0)
+    note = "note: below 4,096 entries the paper's filter has no known threshold: all is kept"
+    assert note in capsys.readouterr().out
+    prepare(tmp_path / "off", corpus)  # as SMALL_DATA has it
+    assert same(tmp_path / "out", tmp_path / "off") and note not in capsys.readouterr().out
 
 
 def test_copies(tmp_path, corpus, data_dir, prepare):
@@ -245,6 +254,7 @@ def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir, prepare, capsy
     assert meta["counts"]["held_out"] == whole_counts["held_out"]
     assert 40 < meta["counts"]["read"] < 80  # what stands before the break is read
     assert sorted(os.path.basename(p) for p in meta["errors"]) == ["a.txt.gz", "c.parquet"]
+    assert "\nfrom " not in printed  # one source has nothing to add to the sums
     assert "a.txt.gz could not be read to its end: EOFError" in printed
     assert "no column 'text', it has x: type --text_column=NAME" in printed
 
@@ -328,10 +338,13 @@ def test_several_sources_are_one_data_set(tmp_path, corpus, prepare, two_sources
     for name, some in zip(names, (texts[:25], texts[25:]), strict=True):
         assert of_source[name]["read"] == len(some)
         kept = [ids for text, ids in train if text in some]
+        tokens = sum(len(ids) + 1 for ids in kept)
+        val_tokens = sum(len(ids) + 1 for text, ids in val if text in some)
         assert of_source[name]["kept"] == len(kept)
-        assert of_source[name]["tokens"] == sum(len(ids) + 1 for ids in kept)
-        line = f"from        {name}: {len(some)} read, {len(kept)} kept"
-        assert line in printed
+        assert of_source[name]["tokens"] == tokens
+        assert of_source[name]["val_tokens"] == val_tokens > 0
+        line = f"from        {name}: {len(some)} read, {len(kept)} kept, "
+        assert line + f"{tokens:,} tokens and {val_tokens:,} held out\n" in printed
 
 
 def test_weights_set_the_mix_of_a_data_set(tmp_path, prepare, two_sources):
@@ -496,6 +509,16 @@ def test_the_estimate(
     assert re.search(r"and [\d,]+ s", said) and said.count("\n") == 1
 
 
+def test_the_estimate_is_drawn_from_all_sources(capsys, tmp_path, data_dir):
+    tokenizer = Tokenizer(data_dir / "tokenizer.json")
+    sources = [" ".join(["the"] * 250), " ".join(["zqx"] * 250)]  # 999 characters each
+    few, many = (len(tokenizer.encode(text)) + 1 for text in sources)
+    assert 2 * few < many
+    module.print_estimate([sources[0]] * 2000 + [sources[1]] * 2000, tokenizer, 10**9, tmp_path)
+    said = float(re.search(r"about ([\d,.]+)M", capsys.readouterr().out)[1].replace(",", ""))
+    assert said == pytest.approx((few + many) / 2 / 999 * 1000, rel=0.1)
+
+
 def test_limits(tmp_path, corpus, prepare):
     rows = prepare(tmp_path / "rows", corpus, max_rows=300)["counts"]["rows"]
     assert 300 <= rows < 300 + 3000 // 127
@@ -648,6 +671,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"weights": "nan"}, "weights=nan: give one positive"),
         ({"weights": "much"}, "weights=much: give one positive"),
         ({"filter_ratio": -2.0}, "filter_ratio=-2.0 cannot work"),
+        ({"filter_ratio": -0.3}, "filter_ratio=-0.3 cannot work: it must be -1 or between 0 and"),
         ({"source": "a.doc"}, "is of no known kind"),
         ({"source": "empty.txt"}, "no text in"),
         (

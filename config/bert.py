@@ -4,6 +4,13 @@ Trained as the paper's authors rebuilt it for their comparison (2212.14034; thei
 train=bert-original): batches of 512 rows of 128 tokens, Adam with coupled decay, no clipping, no
 next-sentence task; here the schedule spans the budget. Devlin et al.'s own code takes batches of
 256 rows, a tenth of them 512 tokens long, decouples the decay and clips at 1.
+
+The text is not the authors': they took BookCorpus and Wikipedia, of which the first is no longer
+handed out, and this is FineWeb. Closer are Wikipedia and books of your own. Give prepare.py both of
+these, and train.py the second:
+
+    --source='wikimedia/wikipedia:20231101.en,books/*.txt.gz'
+    --data_dir=data/books_wikipedia
 """
 
 # data: unfiltered and shuffled, for filter and order are crammed BERT's

@@ -106,11 +106,12 @@ def find_sources():
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             how = 'give globs in quotes, like --source="a/*.txt,b.jsonl"; ? stands for a comma'
             sys.exit(f"no file matches {name!r}: {how}")
-        for what in map(os.path.abspath, paths) if paths else [hub_name(name)]:
-            if what in named_by:
-                both = f"{named_by[what]!r} and {name!r} name the same text"
+        texts = [os.path.abspath(path) for path in paths] or [hub_name(name)]
+        for text in texts:
+            if text in named_by:
+                both = f"{named_by[text]!r} and {name!r} name the same text"
                 sys.exit(f"{both}: give each file and data set of --source once")
-            named_by[what] = name
+            named_by[text] = name
         found[name] = paths or [name]
     return found
 
@@ -275,7 +276,7 @@ def choose(documents, count):
     Adds all up in count, and by source too; stops at max_docs, max_tokens or max_rows."""
     held_out, seen = set(), set()  # hashes
     ratio = filter_threshold()
-    count["sources"] = by_source = defaultdict(Counter)
+    count["sources"] = by_source = defaultdict(lambda: Counter(tokens=0, val_tokens=0))
     for name, key, characters, ids in documents:
         n_tokens = len(ids) - 1  # without the [SEP] at the end
         if not n_tokens:

@@ -207,13 +207,14 @@ class Rival:
         self.name = name
         self.loss_fn = loss_fn
         self.mode = "eager"
+        self.backward = torch.Tensor.backward
         self.model = model.train()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.speeds = []  # tokens/s
 
     def step(self, batch):
-        self.loss_fn(*batch).backward()
+        self.backward(self.loss_fn(*batch))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -296,6 +297,7 @@ def offload_rivals(config, dev, amp_dtype):
     engine, *_ = deepspeed.initialize(model=other, config=settings)
     theirs = Rival("deepspeed, ZeRO-3", other, mean_loss(engine, dev, amp_dtype))
     theirs.parameters = ours.parameters  # its own are empty between steps
+    theirs.backward = engine.backward
     theirs.optimizer = engine
     yield theirs
 

@@ -220,6 +220,8 @@ class Run:
     meta: meta.json of the data; rows: its train.bin, a data.Rows."""
 
     def __init__(self, config, meta, rows, dev, amp_dtype):
+        if dev.type == "mps" and (offload or parallel.WORLD > 1):
+            sys.exit("offload and several processes work on cuda and cpu: type --device=cpu")
         torch.manual_seed(seed)
         self.meta = meta
         self.rows = rows
@@ -259,6 +261,7 @@ class Run:
         self.saved_steps = -1  # ... and how many steps had been applied by then
         self.retry_at = 0.0  # when a save that failed is tried again
         self.unlogged = []  # rows that log.csv could not take so far
+        self.was_over = False  # resumed with nothing left to train: its checkpoint stands
         self.stop = False  # a signal has asked for the end
         self.wandb = None  # a run of wandb.ai
 
@@ -553,17 +556,18 @@ def write_rows(run):
 def save(run):
     """Write ckpt.pt, the model folder, loss.png and the card, each beside its goal and renamed.
 
-    Returns whether that worked. If not, what was there before stands, and the run goes on."""
+    Returns whether that worked. What is not written stands as it was, and the run goes on."""
     started = time.monotonic()
     write_rows(run)
     try:
-        checkpoint.write(run, optimizer)
+        if not run.was_over:
+            checkpoint.write(run, optimizer)
         model_folder.save(run.model, run.folder)
         record.plot(run.folder)
         record.write_card(run.folder)
     except (OSError, RuntimeError, ValueError) as e:  # torch may raise a plain RuntimeError
         why = safety.first_line(e)
-        print(f"WARNING: cannot save to {run.folder}, what was there before stands: {why}")
+        print(f"WARNING: cannot save all to {run.folder}, the rest stands as it was: {why}")
         run.clock.spent["saving"] += time.monotonic() - started
         run.retry_at = time.monotonic() + RETRY_SECONDS
         return False
@@ -766,8 +770,6 @@ def main():
     asked_micro_batch = micro_batch
     if init == "resume":
         micro_batch = micro_batch_that_fitted(dev)
-    if dev.type == "mps" and (offload or parallel.WORLD > 1):
-        sys.exit("offload and several processes work on cuda and cpu: type --device=cpu")
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     tokenizer = load_tokenizer(data_dir, meta)
     if any(len(tokenizer.encode(sentence)) + 2 > max_seq_len for sentence in sentences()):
@@ -788,11 +790,17 @@ def main():
         # until then. The clock really starts below: this is for progress().
         checkpoint.restore(run, optimizer)
         clock.start()
-        if clock.progress() >= 1:
-            # Its end may have been lost: what is not there yet is evaluated, written and reported.
-            print("this run is over, and is completed from its checkpoint; ", end="")
-            print("to train on, type a larger --budget_hours (or --max_steps)")
-    if parallel.RANK == 0:
+        progress, _ = parallel.agree(clock.progress(), False)
+        run.was_over = progress >= 1
+    if run.was_over:
+        # Its end may have been lost: what is not there yet is evaluated, written and reported. With
+        # another budget than its own it may be over by a slip: then nothing is touched.
+        before = record.read_settings(out_dir)
+        if (before.get("budget_hours"), before.get("max_steps")) != (budget_hours, max_steps):
+            sys.exit("the run used up its budget: type a larger --budget_hours (or --max_steps)")
+        print("this run is over, and is completed from its checkpoint; ", end="")
+        print("to train on, type a larger --budget_hours (or --max_steps)")
+    elif parallel.RANK == 0:
         begin_record(run, asked_micro_batch, wandb)
 
     # The first signal asks the loop to end and save; a second one ends the process at once.
@@ -806,10 +814,13 @@ def main():
     clock.start()
     run.saved_at = clock.started
     run.first_row = state.row
-    before = micro_batch
-    held_out_sets = compile_and_fit(run, held_out_rows)
-    if parallel.RANK == 0 and micro_batch < before:
-        write_facts(run, asked_micro_batch)
+    if run.was_over:
+        held_out_sets = held_out(held_out_rows, micro_batch)
+    else:
+        before = micro_batch
+        held_out_sets = compile_and_fit(run, held_out_rows)
+        if parallel.RANK == 0 and micro_batch < before:
+            write_facts(run, asked_micro_batch)
     clock.spent["starting"] = time.monotonic() - clock.started
     state.start_seconds += clock.spent["starting"]
     # Where a larger budget has taken progress back, evaluations become due again.
@@ -887,7 +898,7 @@ def main():
             a, b = losses["val_loss_15"], losses["val_loss_25"]
             print(f"held-out loss {a:.4f} at 15 % masked, {b:.4f} at 25 %; ", end="")
             print(f"{losses['val_nats_per_char']:.4f} nats per character")
-        if not save(run):
+        if not save(run) or run.unlogged:
             sys.exit(1)
         if is_over:
             report(run, tokenizer)

@@ -43,7 +43,8 @@ def write(run, optimizer):
             try:
                 torch.save(checkpoint, f)
             except RuntimeError as e:
-                raise e.__context__ or e from None
+                why = e.__context__
+                raise why if isinstance(why, OSError) else e from None
 
     write_beside(run.folder / "ckpt.pt", write_to)
 

@@ -28,7 +28,7 @@ def load_meta(folder, **wanted):
     if not path.exists():
         sys.exit(f"{path} not found: run python prepare.py --data_dir={folder} (and your recipe)")
     try:
-        meta = json.loads(path.read_text())
+        meta = json.loads(read_bytes(path))
         sizes = [meta["vocab_size"], meta["seq_len"], *(meta["counts"][name] for name in SIZES)]
         if not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError("sizes that cannot be")
@@ -37,7 +37,7 @@ def load_meta(folder, **wanted):
         meta["sha256"]["train.bin"]
         for name in ("source", "normalisation", "order"):
             meta["settings"][name]
-    except (OSError, ValueError, LookupError, TypeError) as e:
+    except (ValueError, LookupError, TypeError) as e:
         sys.exit(f"{path} is broken ({e!r:.80}): delete {folder} and run prepare.py again")
     for name, value in wanted.items():
         have = meta[name]
@@ -47,9 +47,17 @@ def load_meta(folder, **wanted):
     # The small files by their checksums; train.bin by its size, and whenever it is read.
     for name, checksum in sums.items():
         file = path.with_name(name)
-        if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != checksum:
+        if not file.exists() or hashlib.sha256(read_bytes(file)).hexdigest() != checksum:
             sys.exit(f"{file} is missing or not the one of meta.json: run prepare.py again")
     return meta
+
+
+def read_bytes(path):
+    """A file's bytes. Raises OSError with its name, which read() leaves out, where a disk fails."""
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, str(path)) from None
 
 
 def load_tokenizer(folder, meta):

@@ -29,6 +29,8 @@ DATASHEET = {
 }
 # fmt: on
 VARIANTS = {"PCIe", "NVL", "Ti", "SUPER", "Laptop", "D", "MIG"}  # these make a card another one
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")  # of a container or a batch job, which may have a limit of its own
 DRIVER = Path("/dev/nvidiactl")  # exists on Linux with a card of NVIDIA's, in containers given one
 
 
@@ -114,10 +116,14 @@ def free_bytes(device):
     """Bytes of memory that are free on a torch.device; infinite where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    path = Path("/proc/meminfo")
-    text = path.read_text() if path.exists() else ""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    return 1024 * int(found[1]) if found else math.inf
+    free = math.inf
+    with contextlib.suppress(OSError, TypeError):
+        found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text())
+        free = 1024 * int(found[1])
+    with contextlib.suppress(OSError, ValueError):  # "max": a container without a limit
+        limit = int((CGROUP / "memory.max").read_text())
+        free = min(free, limit - int((CGROUP / "memory.current").read_text()))
+    return free
 
 
 def timed(device, work, *args):

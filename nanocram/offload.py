@@ -49,8 +49,7 @@ def memory_plan(config, amp_dtype, micro_batch, seq_len, n_predicted, pinned, fr
         missing = f"{(on_host - free[0]) / 1e9:.3g} GB more than are free"
         sys.exit(f"{words}, {missing}: type a smaller --n_layer or --n_embd")
 
-    # Bytes for each token: its input to every block, and all that one block keeps for its backward
-    # pass; for each predicted token its logits.
+    # Bytes of a token: its input to every block, and all that one keeps; its logits if predicted.
     C = config.n_embd
     width = amp_dtype.itemsize
     token = 4 * C * config.n_layer + 4 * C + width * (9 * C + 4 * config.n_inner)
@@ -106,7 +105,7 @@ class Streamed:
     def __init__(self, model, dev, amp_dtype, sums_stay):
         self.model = model
         self.amp_dtype = amp_dtype
-        self.sums_stay = sums_stay
+        self.sums_stay = sums_stay or len(model.model.layers) <= 2  # two slots hold them all
         self.is_first = True  # the micro-batch under way is the first of its step
         self.is_last = True  # and the last: gradients go to the host
         self.block_forward = Block.forward  # or that compiled, as compiled() does
@@ -119,7 +118,7 @@ class Streamed:
         # Embeddings, head and decoder have slots of their own, the blocks take turns in two.
         outside, *blocks = split(model)
         size = max(sum(map(padded, block)) for block in blocks)
-        n_sums = len(blocks) if sums_stay else 2
+        n_sums = len(blocks) if self.sums_stay else 2
         weights = [Slot(size, dev, self.streams) for _ in range(2)]
         sums = [Slot(size, dev, self.streams) for _ in range(n_sums)]
         memo = {id(buffer): buffer.to(dev) for buffer in model.buffers()}
@@ -136,7 +135,6 @@ class Streamed:
         model.forward = self.forward
 
     def forward(self, *args):
-        """MaskedLM.forward of the model on the host."""
         self.twin.train(self.model.training)
         self.is_first = next(self.model.parameters()).grad is None
         if self.is_first:  # the weights may have changed
@@ -148,9 +146,7 @@ class Streamed:
         return self.twin(*args)
 
     def compiled(self, loss_fn):
-        """loss_fn with compiled blocks: one graph for each kind (first, full, narrow).
-
-        Evaluations stay eager. A Pass keeps the form of its forward for its backward."""
+        """loss_fn with compiled blocks, but in evaluations: a graph for each kind of block."""
         block_forward = torch.compile(Block.forward, dynamic=False)
 
         def compiled_loss(*batch):
@@ -180,8 +176,9 @@ class Streamed:
         stream = self.streams.current_stream()
         # The following block's slot is free when all that is queued by now is done.
         self.up.wait_stream(stream)
-        for j in i, min(max(following, 0), len(self.groups) - 1):
-            self.bring(self.groups[j].weight_slot, self.groups[j].weights)
+        next_one = min(max(following, 0), len(self.groups) - 1)
+        for group in self.groups[i], self.groups[next_one]:
+            self.bring(group.weight_slot, group.weights)
         self.groups[i].weight_slot.came.wait(stream)
 
     def get_sums(self, i):
@@ -216,7 +213,8 @@ class Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, streamed, i, x, rope, mask, source=None, positions=None):
         ctx.save_for_backward(x, source)
-        ctx.block = streamed, i
+        ctx.streamed = streamed
+        ctx.i = i
         ctx.random_state = streamed.random.get_rng_state()
         which = streamed.block_forward, streamed.blocks[i]
         ctx.compute = functools.partial(compute, *which, rope, mask, positions)
@@ -227,21 +225,16 @@ class Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        streamed, i = ctx.block
-        streamed.get_weights(i, i - 1)
-        streamed.get_sums(i)
-        random_state = streamed.random.get_rng_state()
-        streamed.random.set_rng_state(ctx.random_state)
+        streamed = ctx.streamed
+        streamed.get_weights(ctx.i, ctx.i - 1)
+        streamed.get_sums(ctx.i)
+        streamed.random.set_rng_state(ctx.random_state)  # train.batch_at() sets another one anyway
         with mixed_precision(grad.device, streamed.amp_dtype):
             inputs, y = ctx.compute(*ctx.saved_tensors)
-        streamed.random.set_rng_state(random_state)
         torch.autograd.backward(y, grad)
         if streamed.is_last or not streamed.sums_stay:
-            streamed.take_home(streamed.groups[i])
-        if (
-            i == 0
-        ):  # the blocks are done. A gradient that is there tells forward() that the step has
-            # begun; its numbers come with collect().
+            streamed.take_home(streamed.groups[ctx.i])
+        if ctx.i == 0:  # for forward() to see that the step has begun; numbers come with collect()
             for group in (streamed.resident, *streamed.groups):
                 for p, gradient in group.gradients:
                     p.grad = gradient

@@ -26,10 +26,10 @@ NEEDED = {"elapsed_s", "step", "tokens"}  # columns without which a row says not
 
 
 def read_facts(folder):
-    """The dict of a folder's run.json; {} where there is none, or none that can be read."""
+    """The dict of a folder's run.json; {} where there is none, or none that is whole."""
     try:
         return dict(json.loads((Path(folder) / "run.json").read_text()))
-    except (OSError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
         return {}
 
 

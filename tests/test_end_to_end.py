@@ -236,6 +236,13 @@ def test_a_run_that_is_over_is_completed(finished, tmp_path, train, monkeypatch,
     train.main()
     assert (out / "log.csv").read_bytes() == before  # nothing is evaluated twice
 
+    # Over by another budget than its own, perhaps a slip: nothing is touched.
+    files = {path: path.read_bytes() for path in out.iterdir()}
+    put(monkeypatch, train, max_steps=30)
+    with pytest.raises(SystemExit, match="used up its budget: type a larger --budget_hours"):
+        train.main()
+    assert {path: path.read_bytes() for path in out.iterdir()} == files
+
 
 def test_a_larger_budget_continues_a_finished_run(finished, tmp_path, data_dir):
     out = shutil.copytree(finished[0], tmp_path / "out")

@@ -145,7 +145,7 @@ def test_a_full_disk(tmp_path, data_dir):
     )
     assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
     assert (
-        "WARNING: cannot save to" in full.stdout and "what was there before stands" in full.stdout
+        "WARNING: cannot save all to" in full.stdout and "the rest stands as it was" in full.stdout
     )
     assert before == {
         p.name: p.read_bytes() for p in out.iterdir() if p.name in before

@@ -315,6 +315,19 @@ def test_free_memory_is_what_the_system_says():
     assert 0.5 * unused < machine.free_bytes(CPU) < every
 
 
+def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
+    """Where a batch job may take less than the machine has, that is what is free."""
+    monkeypatch.setattr(machine, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    assert machine.free_bytes(CPU) == math.inf
+    (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable:   1000 kB\n")
+    assert machine.free_bytes(CPU) == 1_024_000
+    (tmp_path / "memory.current").write_text("100000\n")
+    for limit, free in (("max", 1_024_000), ("500000", 400_000), ("5000000", 1_024_000)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert machine.free_bytes(CPU) == free
+
+
 def test_compiled_blocks_compute_the_same(setting, monkeypatch):
     """To the bit, dropout included, without inductor: what is captured is what is written.
 
@@ -539,6 +552,14 @@ def test_no_two_streams_meet_in_a_buffer(setting, sums_travel, monkeypatch):
             if watched_run(setting, monkeypatch, 3, line)[2].races:
                 racy.add(line)
     assert racy == waits and len(waits) == 6
+
+
+@pytest.mark.parametrize("n_layer", [1, 2])
+def test_few_blocks_keep_their_sums(setting, sums_travel, monkeypatch, n_layer):
+    """Where there are no more of them than slots, nothing has to travel, and nothing races."""
+    sums_travel()
+    run, _, races = watched_run(setting, monkeypatch, n_layer)
+    assert run.streamed.sums_stay and not races.races
 
 
 @pytest.mark.parametrize("travels", [False, True])

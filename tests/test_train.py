@@ -633,7 +633,7 @@ def test_a_failing_save_is_a_warning(train, monkeypatch, capsys, part):
     monkeypatch.setattr(owner, "save", full)
     train_step(run, 0.5)
     assert not module.save(run)
-    assert "WARNING: cannot save to" in capsys.readouterr().out
+    assert "WARNING: cannot save all to" in capsys.readouterr().out
     if part == "ckpt":
         assert before == {p.name: p.read_bytes() for p in run.folder.iterdir()}
 

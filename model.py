@@ -229,7 +229,7 @@ class Block(nn.Module):
 
 
 def additive_mask(attention_mask, dtype):
-    """(B, 1, 1, T), to be added to scores: 0, or −inf where attention_mask (B, T) is 0, padding."""
+    """(B, 1, 1, T), added to the scores: 0, or −inf at padding: attention_mask (B, T) is 0."""
     padding = ~attention_mask.bool()[:, None, None]
     return torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
 

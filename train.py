@@ -795,8 +795,9 @@ def main():
     if run.was_over:
         # Its end may have been lost: what is not there yet is evaluated, written and reported. With
         # another budget than its own it may be over by a slip: then nothing is touched.
-        before = record.read_settings(out_dir)
-        if (before.get("budget_hours"), before.get("max_steps")) != (budget_hours, max_steps):
+        own = record.read_settings(out_dir)
+        same_budget = own.get("budget_hours") == budget_hours
+        if not same_budget or own.get("max_steps") != max_steps:
             sys.exit("the run used up its budget: type a larger --budget_hours (or --max_steps)")
         print("this run is over, and is completed from its checkpoint; ", end="")
         print("to train on, type a larger --budget_hours (or --max_steps)")
@@ -817,9 +818,9 @@ def main():
     if run.was_over:
         held_out_sets = held_out(held_out_rows, micro_batch)
     else:
-        before = micro_batch
+        first_tried = micro_batch
         held_out_sets = compile_and_fit(run, held_out_rows)
-        if parallel.RANK == 0 and micro_batch < before:
+        if parallel.RANK == 0 and micro_batch < first_tried:
             write_facts(run, asked_micro_batch)
     clock.spent["starting"] = time.monotonic() - clock.started
     state.start_seconds += clock.spent["starting"]

@@ -98,7 +98,7 @@ def write_tensors(tensors, path):
     """Write {name: float32 tensor} as safetensors: the header's length, the header, the data.
 
     The library's save_file() writes a hidden file of its own, which a kill leaves behind for good,
-    and which nobody but its owner may read."""
+    and which nobody but its owner may read; its save() holds all of them in memory once more."""
     header = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

@@ -145,9 +145,18 @@ def mask_count(progress):
     return max(1, round(seq_len * rate))
 
 
-def most_masks():
-    """The largest mask_count(): every batch has room for it, so that no shape ever changes."""
-    return max(mask_count(0), mask_count(1))
+def place_counts():
+    """How many places of a row may be computed, ascending: three where the masking rate moves.
+
+    Each is a shape that torch compiles once. A step takes the smallest that holds its masks, so
+    that little is computed in vain."""
+    least, most = sorted((mask_count(0), mask_count(1)))
+    return sorted({least + math.ceil((most - least) * i / 3) for i in (1, 2, 3)})
+
+
+def places(n_mask):
+    """How many places are computed in a row with n_mask masks."""
+    return min(count for count in place_counts() if count >= n_mask)
 
 
 @dataclass
@@ -229,14 +238,15 @@ class Run:
         self.amp_dtype = amp_dtype  # of the matrix products; weights are float32
         self.folder = Path(out_dir)
         if offload:
-            sizes = micro_batch, seq_len, most_masks()
+            sizes = micro_batch, seq_len, place_counts()[-1]
             free = [machine.free_bytes(where) for where in (torch.device("cpu"), dev)]
             pinned = dev.type == "cuda"
             plan, sums_stay = memory_plan(config, amp_dtype, *sizes, pinned, free)
             print(plan, flush=True)
         self.model = MaskedLM(config)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)  # nats, summed over a micro-batch
-        self.flops_per_token = self.model.flops_per_token(seq_len, most_masks())
+        mean_places = sum(place_counts()) / len(place_counts())  # each holds for a third of a run
+        self.flops_per_token = self.model.flops_per_token(seq_len, mean_places)
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
         if offload:  # the model stays on the host, and what it computes goes to the device
             machine.keep_freed_memory()  # the host's AdamW takes as much again in each step
@@ -321,7 +331,7 @@ def batch_at(run, row, n_mask):
     drawn_from = np.random.SeedSequence((seed, row)).generate_state(1)[0]
     torch.manual_seed(int(drawn_from))  # a CPU heeds 32 bits of a seed
     shares = mask_token_share, random_token_share
-    return draw_masks(fetch(run, row), most_masks(), n_mask, vocab_size, *shares)
+    return draw_masks(fetch(run, row), places(n_mask), n_mask, vocab_size, *shares)
 
 
 def accumulate(run, n_rows, n_mask):
@@ -449,10 +459,10 @@ def try_a_step(run, compiled, held_out_batch):
 
 
 def rehearse(run, held_out_batch):
-    """The micro-batches of a step, and an evaluation's; both graphs are compiled here.
+    """The micro-batches of a step, and an evaluation's; all graphs are compiled here.
 
-    The second micro-batch finds the gradients of the first in memory, beside room for all that the
-    optimisers will remember. No weight changes."""
+    The second micro-batch, as large as the first, finds its gradients in memory, beside room for
+    all that the optimisers will remember. No weight changes."""
     room = []
     for o in run.optimizers:
         moments = 1 if isinstance(o, Muon) else 2
@@ -462,8 +472,9 @@ def rehearse(run, held_out_batch):
     if run.device.type == "cuda":  # kernels take memory that no tensor shows, other processes too
         spare = torch.cuda.get_device_properties(run.device).total_memory // 20
         room.append(torch.empty(spare, dtype=torch.uint8, device=run.device))
-    for _ in range(2):
-        run.loss_fn(*batch_at(run, run.state.row, mask_count(0))).backward()
+    counts = place_counts()
+    for n_mask in (counts[-1], *reversed(counts)):
+        run.loss_fn(*batch_at(run, run.state.row, n_mask)).backward()
     if parallel.RANK == 0:
         held_out_loss(run, [held_out_batch])
 

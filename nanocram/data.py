@@ -136,7 +136,6 @@ def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
         is_random = (rank >= n_mask) & (rank < min(n, n_mask + n_random))
         replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
     ids = rows.scatter(1, positions, replaced)
-    # Shapes stay while the masking rate moves: so torch compiles once.
     labels = tokens.masked_fill(rank >= n, IGNORE)
     return ids, positions, labels
 

@@ -8,6 +8,7 @@ import types
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SMALL_MODEL, new_run, put, train_step
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import train as module
 from model import MaskedLM, ModelConfig
 from nanocram import checkpoint, machine, record
+from nanocram.data import draw_masks
 
 PROGRESS = st.floats(0, 1)
 
@@ -119,6 +121,36 @@ def test_ramp_never_shrinks_and_masking_never_grows(a, b):
     assert module.batch_rows(a) % module.micro_batch == 0
     assert module.mask_count(a) >= module.mask_count(b)
     assert (module.mask_count(0), module.mask_count(1)) == (38, 19)
+
+
+@given(st.floats(0.01, 0.9), st.floats(0.01, 0.9), PROGRESS)
+def test_places_hold_the_masks_in_three_sizes_at_most(rate, rate_end, progress):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "mask_rate", rate)
+        patch.setattr(module, "mask_rate_end", rate_end)
+        n_mask = module.mask_count(progress)
+        spread = abs(module.mask_count(0) - module.mask_count(1))
+        assert n_mask <= module.places(n_mask) <= n_mask + math.ceil(spread / 3)
+        seen = {module.places(module.mask_count(i / 200)) for i in range(201)}
+        assert seen == set(module.place_counts()) and len(seen) <= 3
+
+
+def test_fewer_places_are_the_same_masks_and_the_same_loss(train, setting):
+    setting(zero_init=False, mask_rate=0.3, mask_rate_end=0.15, random_token_share=0.0)
+    run = new_run()
+    n_mask = module.mask_count(1)
+    ids, positions, labels = module.batch_at(run, 0, n_mask)
+    assert positions.shape[1] == module.place_counts()[0] < module.place_counts()[-1]
+    torch.manual_seed(int(np.random.SeedSequence((module.seed, 0)).generate_state(1)[0]))
+    rows = run.rows.read(0, module.micro_batch)
+    with_room_for_all = draw_masks(rows, module.place_counts()[-1], n_mask, module.vocab_size)
+    assert torch.equal(ids, with_room_for_all[0])
+    # The mean of the plain model's loss at the masks, which are where ids and rows differ.
+    masked = ids != rows
+    logits = run.model(ids)
+    expected = torch.nn.functional.cross_entropy(logits[masked], rows[masked], reduction="sum")
+    assert masked.sum() == n_mask * len(rows)
+    assert torch.allclose(run.loss_fn(ids, positions, labels), expected, rtol=1e-5)
 
 
 def test_no_ramp_needs_no_batch_start(setting):
@@ -802,7 +834,9 @@ def test_a_micro_batch_of_one_row_that_does_not_fit(train, setting, small_memory
 
 
 def test_nothing_compiled_for_a_larger_size_stays(train, setting, monkeypatch):
-    """What torch keeps for the loss's code: two graphs, not those of 8 rows as well."""
+    """What torch keeps of the loss: a graph for each number of places and for evaluations.
+
+    Not those of 8 rows as well, and no more in the whole run."""
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **kw: compile_(f, backend="eager", **kw))
     rehearse = module.rehearse
@@ -818,9 +852,10 @@ def test_nothing_compiled_for_a_larger_size_stays(train, setting, monkeypatch):
     code = run.loss_fn.__code__
     sets = module.compile_and_fit(run, held_out_rows(run))
     assert module.micro_batch == 4 and len(sets[15][0][0]) == 4
-    run.loss_fn(*module.batch_at(run, 0, 20))
+    for n_mask in range(module.mask_count(1), module.mask_count(0) + 1):
+        run.loss_fn(*module.batch_at(run, 0, n_mask))
     kept = torch._dynamo.eval_frame._debug_get_cache_entry_list(code)
-    assert len(kept) == 2
+    assert len(kept) == 3 + 1
 
 
 # While compile_and_fit() runs, the process may take so many bytes more than it has.

@@ -531,4 +531,4 @@ def main():
 if __name__ == "__main__":
     size = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
     half = f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)"
-    safety.run(main, model, "the same command goes on where it stopped", lambda: half)
+    safety.run(main, model, "the same command goes on where it stopped", half)

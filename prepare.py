@@ -545,4 +545,4 @@ def main():
 
 if __name__ == "__main__":
     advice = "nothing finished was written, run again to start over"
-    safety.run(main, data_dir, advice, lambda: "--vocab_sample_mb=10")
+    safety.run(main, data_dir, advice, "--vocab_sample_mb=10")

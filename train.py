@@ -175,6 +175,8 @@ class State:
     eval_seconds: float = 0.0  # what the last evaluation took
     save_seconds: float = 0.0  # what the last save took
     start_seconds: float = 0.0  # what compile_and_fit() took, summed over all resumes
+    asked_micro_batch: int = 0  # the setting as it was typed, and ...
+    micro_batch: int = 0  # ... what it was halved to until a step fitted in memory
     last: dict = field(default_factory=dict)  # columns of log.csv, of the last step
 
 
@@ -262,16 +264,12 @@ class Run:
         self.scaler.scale(torch.zeros((), device=where))
         self.state = State()
         self.clock = Clock(self.state, budget_hours * 3600, max_steps)
-        # Of this process alone. The micro-batch on the device, perhaps ahead of its time: where
-        # it begins, and its rows.
-        self.fetched_row = -1
-        self.fetched_rows = None
+        # Of this process alone.
+        self.fetched = {}  # {where it begins: the micro-batch on the device}, perhaps ahead of time
         self.first_row = 0  # state.row when this process began to train
-        self.saved_at = 0.0  # when it saved last, by time.monotonic() ...
-        self.saved_steps = -1  # ... and how many steps had been applied by then
-        self.retry_at = 0.0  # when a save that failed is tried again
+        self.saved_steps = -1  # how many steps had been applied when it saved last ...
+        self.next_save = 0.0  # ... and when it may save again, by time.monotonic()
         self.unlogged = []  # rows that log.csv could not take so far
-        self.was_over = False  # resumed with nothing left to train: its checkpoint stands
         self.stop = False  # a signal has asked for the end
         self.wandb = None  # a run of wandb.ai
 
@@ -313,14 +311,13 @@ def build_optimizers(named):
 
 def fetch(run, row):
     """The micro_batch rows from `row` on, on the device; called ahead of time it queues them."""
-    if run.fetched_row != row:
+    if row not in run.fetched:
         rows = run.rows.read(row, micro_batch)
         on_gpu = run.device.type == "cuda"
         if on_gpu:
             rows = rows.pin_memory()
-        run.fetched_rows = rows.to(run.device, non_blocking=on_gpu)
-        run.fetched_row = row
-    return run.fetched_rows
+        run.fetched = {row: rows.to(run.device, non_blocking=on_gpu)}
+    return run.fetched[row]
 
 
 def batch_at(run, row, n_mask):
@@ -357,7 +354,7 @@ def accumulate(run, n_rows, n_mask):
         # A GPU is still busy with this micro-batch while the next is read and queued.
         fetch(run, row + parallel.WORLD * micro_batch)
     if parallel.anyone(cut):
-        drop_gradients(run)
+        run.model.zero_grad()
         return None
     return total_loss
 
@@ -391,13 +388,8 @@ def update(run, total_loss, lr_share):
         run.state.skipped += 1
         run.state.skipped_in_row += 1
     run.scaler.update()  # halves the loss scale after an overflow
-    drop_gradients(run)
+    run.model.zero_grad()
     return loss, grad_norm
-
-
-def drop_gradients(run):
-    for weight in run.weights.values():
-        weight.grad = None
 
 
 def compile_and_fit(run, held_out_rows):
@@ -421,14 +413,13 @@ def compile_and_fit(run, held_out_rows):
             print(f"torch.compile does not work here, going on without it: {why}")
             compiled = False
         elif parallel.anyone(trouble == FULL):
-            smaller = smaller_micro_batch()
-            if not smaller:
+            if micro_batch == 1:
                 raise MemoryError
+            smaller = max(n for n in range(1, micro_batch) if micro_batch % n == 0)
             print(f"{FULL} with micro_batch={micro_batch}: going on with {smaller}", flush=True)
             micro_batch = smaller
             # Nothing of the larger size stays, neither its rows nor what was compiled for it.
-            run.fetched_row = -1
-            run.fetched_rows = None
+            run.fetched = {}
             torch.compiler.reset()
         else:
             return held_out_sets
@@ -449,7 +440,7 @@ def try_a_step(run, compiled, held_out_batch):
         else:
             raise
     # Not in the handler: as long as there is an exception, so is all that its frames hold.
-    drop_gradients(run)
+    run.model.zero_grad()
     run.model.train()
     gc.collect()
     if run.device.type == "cuda":
@@ -477,32 +468,6 @@ def rehearse(run, held_out_batch):
         run.loss_fn(*batch_at(run, run.state.row, n_mask)).backward()
     if parallel.RANK == 0:
         held_out_loss(run, [held_out_batch])
-
-
-def divides_batch(n):
-    """Whether steps of every size are whole micro-batches of n rows."""
-    smallest = batch_start if batch_ramp else batch_size
-    return batch_size % n == 0 and smallest % n == 0
-
-
-def smaller_micro_batch():
-    """The largest that is at most half of micro_batch and divides the batch; 0 if it is 1."""
-    return max(filter(divides_batch, range(1, micro_batch // 2 + 1)), default=0)
-
-
-def micro_batch_that_fitted(dev):
-    """What this run had to halve micro_batch to before it was stopped; micro_batch if it had not.
-
-    Another micro_batch, another batch or another card is tried anew."""
-    facts = record.read_facts(out_dir)
-    fitted = record.read_settings(out_dir).get("micro_batch")
-    same_wish = facts.get("asked_micro_batch") == micro_batch
-    same_card = facts.get("device") == machine.device_name(dev)
-    is_smaller = isinstance(fitted, int) and 0 < fitted < micro_batch
-    if not (same_wish and same_card and is_smaller and divides_batch(fitted)):
-        return micro_batch
-    print(f"micro_batch={fitted}, since {micro_batch} did not fit in this memory")
-    return fitted
 
 
 @torch.no_grad()
@@ -571,8 +536,7 @@ def save(run):
     started = time.monotonic()
     write_rows(run)
     try:
-        if not run.was_over:
-            checkpoint.write(run, optimizer)
+        checkpoint.write(run, optimizer)
         model_folder.save(run.model, run.folder)
         record.plot(run.folder)
         record.write_card(run.folder)
@@ -580,11 +544,12 @@ def save(run):
         why = safety.first_line(e)
         print(f"WARNING: cannot save all to {run.folder}, the rest stands as it was: {why}")
         run.clock.spent["saving"] += time.monotonic() - started
-        run.retry_at = time.monotonic() + RETRY_SECONDS
+        run.next_save = time.monotonic() + RETRY_SECONDS
         return False
-    run.saved_at = time.monotonic()
     run.saved_steps = run.state.step - run.state.skipped
-    run.state.save_seconds = run.saved_at - started
+    if run.saved_steps:  # else the next is after the first step that is applied: see save_is_due
+        run.next_save = time.monotonic() + 60 * (checkpoint_minutes or math.inf)
+    run.state.save_seconds = time.monotonic() - started
     run.clock.spent["saving"] += run.state.save_seconds
     return True
 
@@ -605,18 +570,13 @@ def is_hopeless(number, number_before, held_out_loss):
 
 
 def save_is_due(run):
-    """Whether it is time for a checkpoint, and it fits in before the reserve begins.
+    """Whether there is something new to save, it is time, and it fits in before the reserve begins.
 
     The first is at once: a folder that cannot be written shows now. The second is after the first
     step that was applied: the optimisers have their states then, which may double a save."""
-    state = run.state
-    now = time.monotonic()
-    if now < run.retry_at or state.save_seconds >= run.clock.left():
-        return False
-    is_first = run.saved_steps < 0
-    has_new_states = run.saved_steps == 0 and state.step > state.skipped
-    is_old = now - run.saved_at > checkpoint_minutes * 60
-    return is_first or has_new_states or (checkpoint_minutes > 0 and is_old)
+    is_new = run.saved_steps != run.state.step - run.state.skipped
+    is_time = time.monotonic() >= run.next_save
+    return is_new and is_time and run.state.save_seconds < run.clock.left()
 
 
 def throughput(run):
@@ -729,13 +689,12 @@ def check_settings():
         sys.exit(e)
 
 
-def write_facts(run, asked_micro_batch):
+def write_facts(run):
     """Write run.json: the settings, what they make, the text, the machine."""
     size = sum(weight.numel() for weight in run.weights.values())
     rate = run.matmul_rate / parallel.WORLD
     facts = {"parameters": size, "flops_per_token": run.flops_per_token, "matmul_flops": rate}
     facts |= {"amp_dtype": str(run.amp_dtype), "processes": parallel.WORLD}
-    facts["asked_micro_batch"] = asked_micro_batch  # the setting is less where memory was full
     text = run.meta["settings"]
     corpus = {"source": text["source"], "normalisation": text["normalisation"]}
     facts |= {"data": run.meta["sha256"]["train.bin"], "corpus": corpus | run.meta["counts"]}
@@ -748,13 +707,13 @@ def all_settings():
     return {name: globals()[name] for name in settings(__file__)}
 
 
-def begin_record(run, asked_micro_batch, wandb):
+def begin_record(run, wandb):
     """Make out_dir ready; say what this run is, and what of it may surprise."""
     if init == "resume":
         record.resume(run.folder, all_settings(), run.state.step, run.clock.earlier)
     else:
         record.new_folder(run.folder)
-    write_facts(run, asked_micro_batch)
+    write_facts(run)
     if wandb:
         name = run.folder.name
         run.wandb = wandb.init(project=wandb_project, name=name, config=all_settings())
@@ -778,9 +737,6 @@ def main():
     wandb = record.find_wandb() if wandb_project else None
     parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
-    asked_micro_batch = micro_batch
-    if init == "resume":
-        micro_batch = micro_batch_that_fitted(dev)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     tokenizer = load_tokenizer(data_dir, meta)
     if any(len(tokenizer.encode(sentence)) + 2 > max_seq_len for sentence in sentences()):
@@ -798,22 +754,15 @@ def main():
     lock = safety.Lock(safety.lock_file(out_dir)) if parallel.RANK == 0 else None
     if init == "resume":
         # Weights, the optimisers' states, the loss scale, State (in place), and the seconds used
-        # until then. The clock really starts below: this is for progress().
+        # until then.
         checkpoint.restore(run, optimizer)
-        clock.start()
-        progress, _ = parallel.agree(clock.progress(), False)
-        run.was_over = progress >= 1
-    if run.was_over:
-        # Its end may have been lost: what is not there yet is evaluated, written and reported. With
-        # another budget than its own it may be over by a slip: then nothing is touched.
-        own = record.read_settings(out_dir)
-        same_budget = own.get("budget_hours") == budget_hours
-        if not same_budget or own.get("max_steps") != max_steps:
-            sys.exit("the run used up its budget: type a larger --budget_hours (or --max_steps)")
-        print("this run is over, and is completed from its checkpoint; ", end="")
-        print("to train on, type a larger --budget_hours (or --max_steps)")
-    elif parallel.RANK == 0:
-        begin_record(run, asked_micro_batch, wandb)
+    asked_micro_batch = micro_batch
+    same_wish = state.asked_micro_batch == micro_batch  # as before the resume
+    if same_wish and state.micro_batch < micro_batch:
+        micro_batch = state.micro_batch
+        print(f"micro_batch={micro_batch}, since {asked_micro_batch} did not fit in memory")
+    if parallel.RANK == 0:
+        begin_record(run, wandb)
 
     # The first signal asks the loop to end and save; a second one ends the process at once.
     def stop_run():
@@ -824,15 +773,12 @@ def main():
     # The clock starts. Compiling and finding a micro_batch that fits count, though the schedule
     # begins after them.
     clock.start()
-    run.saved_at = clock.started
     run.first_row = state.row
-    if run.was_over:
-        held_out_sets = held_out(held_out_rows, micro_batch)
-    else:
-        first_tried = micro_batch
-        held_out_sets = compile_and_fit(run, held_out_rows)
-        if parallel.RANK == 0 and micro_batch < first_tried:
-            write_facts(run, asked_micro_batch)
+    held_out_sets = compile_and_fit(run, held_out_rows)
+    state.asked_micro_batch = asked_micro_batch
+    state.micro_batch = micro_batch
+    if parallel.RANK == 0 and micro_batch < asked_micro_batch:
+        write_facts(run)
     clock.spent["starting"] = time.monotonic() - clock.started
     state.start_seconds += clock.spent["starting"]
     # Where a larger budget has taken progress back, evaluations become due again.
@@ -905,8 +851,7 @@ def main():
     if parallel.RANK == 0:
         is_over = progress >= 1
         if is_over:
-            done = record.evaluation_at(run.folder, state.step)  # before the end was lost
-            losses = done or evaluate(run, held_out_sets)
+            losses = evaluate(run, held_out_sets)
             a, b = losses["val_loss_15"], losses["val_loss_25"]
             print(f"held-out loss {a:.4f} at 15 % masked, {b:.4f} at 25 %; ", end="")
             print(f"{losses['val_nats_per_char']:.4f} nats per character")
@@ -914,6 +859,8 @@ def main():
             sys.exit(1)
         if is_over:
             report(run, tokenizer)
+            if state.row == run.first_row:
+                print("nothing was left to train: type a larger --budget_hours (or --max_steps)")
         else:
             where = f"step {state.step:,}, after {clock.elapsed() / 60:.1f} minutes"
             print(f"stopped at {where}: --init=resume goes on")
@@ -921,20 +868,7 @@ def main():
     parallel.leave()
 
 
-def less_memory():
-    """What to type where memory does not suffice."""
-    advice = []
-    smaller = smaller_micro_batch()
-    if smaller:
-        now = f"now {micro_batch}; the batch stays at {batch_size} rows"
-        advice.append(f"--micro_batch={smaller} ({now})")
-    on_a_mac = torch.backends.mps.is_available() and device != "cpu"
-    if not offload and parallel.WORLD == 1 and not on_a_mac:
-        other = " --optimizer=adamw --lr=0.001" if optimizer == "muon" else ""
-        advice.append(f"--offload=True{other}")
-    return ", or ".join([*advice, "a smaller model"])
-
-
 if __name__ == "__main__":
     then = "--init=resume goes on from the last checkpoint, if there is one"
-    safety.run(main, out_dir, then, less_memory)
+    less = "a smaller --micro_batch, --offload=True (with --optimizer=adamw --lr=0.001)"
+    safety.run(main, out_dir, then, f"{less}, or a smaller model")

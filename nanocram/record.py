@@ -33,12 +33,6 @@ def read_facts(folder):
         return {}
 
 
-def read_settings(folder):
-    """The settings in a folder's run.json; {} where there are none."""
-    found = read_facts(folder).get("settings")
-    return found if isinstance(found, dict) else {}
-
-
 def find_wandb():
     """The package wandb, or an exit with one line."""
     try:
@@ -75,7 +69,7 @@ def resume(folder, settings, step, elapsed):
     """Take a run's record back to its checkpoint, and say what is lost and which settings moved.
 
     Exits with one line if log.csv cannot be read."""
-    before = read_settings(folder)
+    before = read_facts(folder).get("settings", {})
     for name, value in settings.items():
         was = before.get(name, value)
         if name != "init" and was != value:
@@ -131,15 +125,6 @@ def read_log(folder):
             if NEEDED.issubset(row):
                 rows.append(row)
     return rows
-
-
-def evaluation_at(folder, step):
-    """The row of log.csv with the held-out losses at a step; {} where none can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        rows = [row for row in read_log(folder) if "val_loss_15" in row]
-        if rows and rows[-1]["step"] == step:
-            return rows[-1]
-    return {}
 
 
 def drop_rows_after(folder, step):

@@ -463,7 +463,7 @@ def halving(device, data_dir, out_dir):
     rows |= {"micro_batch": 2048, "batch_start": 2048}
     set_up(device, data_dir=data_dir, out_dir=out_dir, compile=True, max_steps=10, **rows)
     train.main()
-    fitted = record.read_settings(out_dir)["micro_batch"]
+    fitted = record.read_facts(out_dir)["settings"]["micro_batch"]
     steps = record.read_log(out_dir)[-1]["step"]
     return fitted, steps, torch.cuda.memory_reserved(), allowed
 

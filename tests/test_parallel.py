@@ -81,7 +81,7 @@ def limited(*args):
 
 train.rehearse = limited
 vars(train).update(SETTINGS)
-safety.run(train.main, "out", "then", train.less_memory)
+safety.run(train.main, "out", "then")
 """
 
 
@@ -95,7 +95,7 @@ def test_ranks_halve_micro_batch_together(data_dir, tmp_path):
     assert ranks.returncode == 0, said
     # Each says it: only train.py as a script silences all but the first.
     assert said.count("going on with 8") == said.count("going on with 4") == 2
-    assert record.read_settings(tmp_path / "out")["micro_batch"] == 4
+    assert record.read_facts(tmp_path / "out")["settings"]["micro_batch"] == 4
     assert record.read_log(tmp_path / "out")[-1]["step"] == 2
 
 

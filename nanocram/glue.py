@@ -5,6 +5,7 @@
 An official download is a folder with TASK/train.tsv and so on.
 """
 
+import csv
 import gzip
 import hashlib
 import json
@@ -124,49 +125,32 @@ def read_tsv(task, split, glue_dir):
     path = next((place for place in places if place.exists()), None)
     if path is None:
         raise FileNotFoundError(f"{wanted} not found: fetch it, or name a --glue_dir that has it")
-    try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig")
-    except (OSError, EOFError, ValueError) as e:
-        raise ValueError(f"{path} is damaged ({e!r:.80}): fetch it again") from None
 
-    # Not splitlines(): texts may hold other line separators.
-    lines = [line.rstrip("\r") for line in text.split("\n")]
-    has_header = task.folder != "CoLA" or split == "test"
-    header = lines.pop(0).split("\t") if has_header else ["source", "label", "mark", "sentence"]
     labelled = is_labelled(split)
-    for column in (*task.texts, task.label) if labelled else task.texts:
-        if column not in header:
-            raise ValueError(f"{path} has no column {column!r}: fetch the official file instead")
-    text_columns = [header.index(column) for column in task.texts]
-    label_column = header.index(task.label) if labelled else None
-
-    # QQP's training and dev sets hold a few broken rows, which the Hub has left out, too.
-    may_be_broken = task.folder == "QQP" and labelled
+    is_bare = task.folder == "CoLA" and labelled  # the one file without a header
+    header = ["source", "label", "mark", "sentence"] if is_bare else None
+    number_of = {name: i for i, name in enumerate(task.labels)}
     texts, labels = [], []
-    for number, line in enumerate(lines, 1 + has_header):
-        cells = line.split("\t")
-        if not line.strip() or (may_be_broken and len(cells) < len(header)):
-            continue
-        where = f"{path}, line {number}"
-        if len(cells) != len(header):
-            raise ValueError(f"{where}: {len(cells)} columns where the header has {len(header)}")
-        texts.append(tuple(cells[i] for i in text_columns))
-        if labelled:
-            labels.append(parse_label(task, cells[label_column], where))
+    open_text = gzip.open if path.suffix == ".gz" else open
+    with open_text(path, "rt", encoding="utf-8-sig", newline="") as f:
+        rows = csv.DictReader(f, header, delimiter="\t", quoting=csv.QUOTE_NONE)
+        try:
+            for row in rows:
+                if None in row.values():
+                    # A few of QQP's rows end too soon, which the Hub has left out, too.
+                    if labelled:
+                        continue
+                    raise ValueError("too few columns")
+                texts.append(tuple(row[column] for column in task.texts))
+                if labelled:
+                    label = row[task.label]
+                    labels.append(number_of[label] if task.labels else float(label))
+                    if not 0 <= labels[-1] <= 5:
+                        raise ValueError(f"no score is {label}")
+        except (OSError, EOFError, ValueError, LookupError, csv.Error) as e:
+            where = f"{path}, line {rows.line_num}"
+            raise ValueError(f"{where} ({e!r:.80}): fetch the official file") from None
     return texts, labels
-
-
-def parse_label(task, text, where):
-    """The number of a label as it stands in a file; raises ValueError if it is out of range."""
-    try:
-        number = task.labels.index(text) if task.labels else float(text)
-        if 0 <= number <= 5:
-            return number
-    except ValueError:
-        pass
-    allowed = " or ".join(task.labels) or "a number from 0 to 5"
-    raise ValueError(f"{where}: label {text!r} is not {allowed}")
 
 
 def read_hub(name, split):

@@ -754,7 +754,7 @@ def test_a_folder_that_does_not_fit_is_one_line(
             "wnli",
             "WNLI/train.tsv",
             "index\tsentence1\tsentence2\tlabel\n0\ta\tb\t7\n",
-            "line 2: label '7' is not 0 or 1",
+            "line 2 (KeyError('7')): fetch the official file",
         ),
     ],
 )

@@ -101,12 +101,12 @@ def parts(name, with_tests):
 def read(name, split, glue_dir):
     """(texts [(sentence,) or (first, second), …], labels) of a split; test sets have None.
 
-    From the official files in glue_dir, or from the Hub where that is ''. Raises FileNotFoundError
-    for a file that is missing, ValueError for one that is damaged; either says what to do."""
+    From the official files in glue_dir, or from the Hub where that is ''. Exits with one line for
+    what is missing or damaged."""
     task = WITH_AX[name]
-    texts, labels = read_tsv(task, split, glue_dir) if glue_dir else read_hub(name, split)
+    texts, labels = read_tsv(name, split, glue_dir) if glue_dir else read_hub(name, split)
     if not texts:
-        raise ValueError(f"{task.folder}, {split}: there is not one row in it, fetch it again")
+        sys.exit(f"{task.folder}, {split}: there is not one row in it, fetch it again")
     if not is_labelled(split):
         return texts, None
     return texts, np.array(labels, np.int64 if task.labels else np.float64)
@@ -116,15 +116,22 @@ def is_labelled(split):
     return split.startswith(("train", "dev"))
 
 
-def read_tsv(task, split, glue_dir):
-    """read() from an official file: columns between tabs, and nothing is quoted."""
-    wanted = Path(glue_dir) / task.folder / f"{split}.tsv"
+def official_file(name, split, glue_dir):
+    """The path of a split in glue_dir, plain or gzipped; None where it is not there."""
+    wanted = Path(glue_dir) / WITH_AX[name].folder / f"{split}.tsv"
     places = [wanted, wanted.with_name(f"{split}.tsv.gz")]
     if split == "diagnostic":  # downloads call the folder by either name
         places += [Path(glue_dir) / split / place.name for place in places]
-    path = next((place for place in places if place.exists()), None)
+    return next((place for place in places if place.exists()), None)
+
+
+def read_tsv(name, split, glue_dir):
+    """read() from an official file: columns between tabs, and nothing is quoted."""
+    task = WITH_AX[name]
+    path = official_file(name, split, glue_dir)
     if path is None:
-        raise FileNotFoundError(f"{wanted} not found: fetch it, or name a --glue_dir that has it")
+        missing = f"{glue_dir}/{task.folder}/{split}.tsv not found"
+        sys.exit(f"{missing}: fetch it, or leave {name} out of --tasks")
 
     labelled = is_labelled(split)
     is_bare = task.folder == "CoLA" and labelled  # the one file without a header
@@ -148,8 +155,7 @@ def read_tsv(task, split, glue_dir):
                     if not 0 <= labels[-1] <= 5:
                         raise ValueError(f"no score is {label}")
         except (OSError, EOFError, ValueError, LookupError, csv.Error) as e:
-            where = f"{path}, line {rows.line_num}"
-            raise ValueError(f"{where} ({e!r:.80}): fetch the official file") from None
+            sys.exit(f"{path}, line {rows.line_num} ({e!r:.80}): fetch the official file")
     return texts, labels
 
 
@@ -165,7 +171,7 @@ def read_hub(name, split):
         return list(zip(*columns, strict=True)), rows["label"][:]
     except Exception as e:  # no package, no network, no such data set: each raises something else
         reason = f"cannot get {name} from the Hub ({first_line(e, 120)})"
-        raise FileNotFoundError(f"{reason}: name a --glue_dir with the official files") from None
+        sys.exit(f"{reason}: name a --glue_dir with the official files")
 
 
 def fingerprint(*parts):

@@ -665,23 +665,31 @@ def test_a_submission_is_chosen_from_the_seeds_of_all_processes(model, glue_file
     assert f"submission.zip: seed{left[1]}/STS-B.tsv" in again.stdout
 
 
-def test_missing_files_leave_out_what_needs_them(model, glue_files, tmp_path):
+def test_a_missing_file_is_one_line_before_any_fine_tuning(model, glue_files, tmp_path):
     folder = shutil.copytree(glue_files[0], tmp_path / "glue")
     (folder / "RTE/train.tsv").unlink()
     (folder / "CoLA/test.tsv").unlink()
-    flags = {"glue_dir": folder, "tasks": "rte,cola,wnli", "seeds": 1, "epochs": 1}
+    flags = {"glue_dir": folder, "tasks": "cola,rte", "seeds": 1, "epochs": 1}
     done = run(model, glue_files, **flags)
-    assert done.returncode == 0, done.stdout
-    assert f"rte is left out: {folder}/RTE/train.tsv not found" in done.stdout
-    assert "(1 of 9)" in done.stdout and "(1 of 8)" in done.stdout
-    # Its test set is missed only where it is asked for.
+    wanted = f"{folder}/RTE/train.tsv not found: fetch it, or leave rte out of --tasks"
+    assert done.returncode == 1 and last_line(done) == wanted
+    assert not (model / "glue.json").exists()
+    # A test set is missed only where it is asked for.
+    flags["tasks"] = "cola"
+    done = run(model, glue_files, predict_test=True, **flags)
+    assert done.returncode == 1 and f"{folder}/CoLA/test.tsv not found" in last_line(done)
+    done = run(model, glue_files, **flags)
+    assert done.returncode == 0 and "(1 of 9)" in done.stdout, done.stdout
+
+
+def test_without_the_diagnostic_set_its_answers_are_left_out(model, glue_files, tmp_path):
+    folder = shutil.copytree(glue_files[0], tmp_path / "glue")
+    shutil.rmtree(folder / "AX")
+    flags = {"glue_dir": folder, "tasks": "mnli", "seeds": 1, "epochs": 1}
     done = run(model, glue_files, predict_test=True, **flags)
     assert done.returncode == 0, done.stdout
-    assert f"CoLA.tsv is left out: {folder}/CoLA/test.tsv not found" in done.stdout
-    assert "the leaderboard also wants CoLA.tsv" in done.stdout
-    assert (model / "submission/seed0/WNLI.tsv").exists() and "(1 of 9)" in done.stdout
-    none = run(model, glue_files, glue_dir=folder, tasks="rte")
-    assert none.returncode == 1 and "no task is left" in last_line(none)
+    assert f"AX.tsv is left out: there is no AX/diagnostic.tsv in {folder}" in done.stdout
+    check_submission(model / "submission/submission.zip", {"MNLI-m.tsv": 7, "MNLI-mm.tsv": 7})
 
 
 @pytest.mark.parametrize(
@@ -689,7 +697,7 @@ def test_missing_files_leave_out_what_needs_them(model, glue_files, tmp_path):
     [
         ({"tasks": "cola,sts-b"}, "there is no task 'sts-b': choose from cola, sst2, mrpc, stsb"),
         ({"tasks": ""}, "there is no task ''"),
-        ({"glue_dir": "nowhere"}, "no task is left: name a --glue_dir with"),
+        ({"glue_dir": "nowhere"}, "nowhere/CoLA/train.tsv not found: fetch it, or leave cola out"),
         ({"baseline": "random"}, "type --baseline=scratch"),
         ({"baseline": "hf:"}, "type --baseline=scratch"),
         ({"baseline": "scratch", "save_models": True}, "leave them out or --baseline"),

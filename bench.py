@@ -353,10 +353,7 @@ def main():
     vars(train).update(TRAIN)
     require(globals(), {"bench_steps": (2, 10**6)})
     if profile:
-        path = Path(trace)
-        if path.exists() and b'"traceEvents"' not in path.read_bytes():
-            sys.exit(f"{trace} exists and is no trace: choose another --trace")
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        Path(trace).absolute().parent.mkdir(parents=True, exist_ok=True)
     run = new_run()
     facts = machine.describe(run.device)
     versions = f"{facts['threads']} threads, torch {facts['torch']}, {run.amp_dtype}"

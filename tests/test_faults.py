@@ -608,17 +608,11 @@ def test_any_field_of_meta_json_may_be_broken(data_dir, tmp_path_factory, path, 
 
 
 def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypatch):
-    """A trace, a race's table, a page of GLUE, a classifier's folder: each refused where something
-    else is there."""
-    import bench
+    """A race's table, a page of GLUE, a classifier's folder: each refused where something else
+    is there."""
     import finetune_glue
     import race
 
-    (tmp_path / "thesis.md").write_text("precious")
-    monkeypatch.setattr(bench, "trace", str(tmp_path / "thesis.md"))
-    monkeypatch.setattr(bench, "profile", True)
-    with pytest.raises(SystemExit, match="exists and is no trace: choose another --trace"):
-        bench.main()
     (tmp_path / "race.md").write_text("precious")
     monkeypatch.setattr(race, "out_dir", str(tmp_path))
     with pytest.raises(SystemExit, match="it is not ours, choose another --out_dir"):
@@ -631,9 +625,7 @@ def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypa
         with pytest.raises(SystemExit, match="is no classifier of ours: move it away, or leave"):
             finetune_glue.refuse_other(tmp_path)
     finetune_glue.refuse_other(tmp_path / "nowhere")
-    assert all(
-        (tmp_path / name).read_text() == "precious" for name in ("thesis.md", "race.md", "glue.md")
-    )
+    assert all((tmp_path / name).read_text() == "precious" for name in ("race.md", "glue.md"))
 
 
 # Text made to harm

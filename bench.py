@@ -226,13 +226,10 @@ def rivals(dev, amp_dtype):
     if train.offload:
         yield from offload_rivals(native, dev, amp_dtype)
         return
+    import transformers as hf
+
     model = MaskedLM(native).to(dev)
     yield Rival("nanocram, a ModernBERT", model, mean_loss(model, dev, amp_dtype))
-    try:
-        import transformers as hf
-    except ImportError:
-        print("\ntransformers is not installed: its rows are left out")
-        return
 
     def theirs(name, model):
         def loss_fn(ids, positions, labels, all_labels):

@@ -163,19 +163,17 @@ def hugging_face_candidate(name):
     """The Candidate of an encoder of transformers, a folder or a name on the Hub; exits if none.
 
     NAME-untrained, where it is no folder, is NAME with its weights drawn anew."""
+    from transformers import AutoTokenizer, logging
+
+    logging.set_verbosity_error()  # or each fine-tuning tells that the classifier is new
+    logging.disable_progress_bar()
     untrained = name.endswith("-untrained") and not Path(name).is_dir()
     if untrained:
         name = name.removesuffix("-untrained")
     try:
-        from transformers import AutoTokenizer, logging
-
-        logging.set_verbosity_error()  # or each fine-tuning tells that the classifier is new
-        logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(name)
         net = HuggingFace(name, 2, untrained)
         words = tokenizer.backend_tokenizer.to_str()
-    except ModuleNotFoundError as e:
-        sys.exit(f"--baseline=hf:{name} needs a package: pip install {e.name}")
     except Exception as e:  # no network, no such model, no fast tokenizer: each raises another
         sys.exit(f"transformers cannot load {name}: {safety.first_line(e, 200)}")
 

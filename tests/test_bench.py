@@ -347,13 +347,6 @@ def test_what_does_not_run_is_left_out(candidate, small, capsys):
     assert capsys.readouterr().out == "\nmine, eager, does not run: out of memory\n"
 
 
-def test_without_transformers_its_rows_are_left_out(small, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    names = [candidate.name for candidate in bench.rivals(CPU, torch.float32)]
-    assert names == CANDIDATES[:1]
-    assert "transformers is not installed: its rows are left out" in capsys.readouterr().out
-
-
 def test_as_a_command_without_data(tmp_path):
     """Flags of train.py and its own all reach it; it leaves nothing in the folder it runs in."""
     flags = SMALL_MODEL | {"data_dir": "nowhere", "bench_steps": 3}

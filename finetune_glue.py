@@ -99,7 +99,7 @@ def check_length(name, longest):
 
 
 def our_candidate(folder, scratch):
-    """The Candidate of a model folder of train.py; exits if its parts do not match."""
+    """The Candidate of a model folder of train.py; exits if it is none."""
     folder = Path(folder)
     try:
         pretrained = model_folder.load(folder)
@@ -109,9 +109,6 @@ def our_candidate(folder, scratch):
     if isinstance(pretrained, Classifier):
         sys.exit(f"{folder} is fine-tuned already: name the folder that train.py wrote")
     config = replace(pretrained.config, dropout=glue_dropout)
-    if tokenizer.vocab_size != config.vocab_size:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} entries, the model {config.vocab_size}"
-        sys.exit(f"{folder}: {sizes}: copy tokenizer.json from the data_dir of the run")
     check_length(folder, config.max_seq_len)
 
     def encode(texts):
@@ -434,8 +431,6 @@ def check_settings():
     require(globals(), limits)
     if baseline not in ("", "scratch") and not re.match("hf:.", baseline):
         sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
-    if baseline.startswith("hf:") and glue_pooling != "cls":
-        sys.exit("a baseline of transformers pools in its own way: add --glue_pooling=cls")
     if save_models and first_seed:
         sys.exit("--save_models keeps the classifiers of seed 0: leave out --first_seed")
     if baseline and (save_models or predict_test):

@@ -198,8 +198,6 @@ def score(name, labels, outputs):
     functions["spearman"] = lambda *both: spearmanr(*both).statistic
     task = TASKS[name]
     answers = decide(task, outputs)
-    if len(labels) < 2:
-        functions["pearson"] = functions["spearman"] = lambda *both: 0.0
     # Constant answers have no correlation and perhaps no F1; they earn 0, without a warning.
     with warnings.catch_warnings(action="ignore"):
         values = {metric: functions[metric](labels, answers) for metric in task.metrics}
@@ -271,13 +269,10 @@ def footnotes(results):
     """What the marks in the table mean, line by line."""
     notes = []
     for runs in results.values():
-        by_task = runs_by_task(runs)
-        for task, found in by_task.items():
+        for task, found in runs_by_task(runs).items():
             short = missing_rows(found[0])
             if short:
                 notes.append(f"* {TASKS[task].folder}: {short}")
-        if any(task not in by_task for task, _ in NINE.values()):
-            notes.append("(n of 9), (n of 8): a partial mean, of the n values that there are")
     notes.append("† as published: arXiv 2212.14034; best of five days: crammed-bert's model card")
     return list(dict.fromkeys(notes))
 

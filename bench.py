@@ -301,20 +301,20 @@ def offload_rivals(config, dev, amp_dtype):
 
 def warm_up(rival, batch, dev):
     """Take its first steps, eager and compiled, and keep the faster; whether it runs at all."""
-    eager, losses, seconds = rival.loss_fn, {}, {}
-    modes = ["eager", "compiled"] if train.compile and not train.offload else ["eager"]
-    for mode in modes:
+    loss_fns = {"eager": rival.loss_fn}
+    if train.compile and not train.offload:
+        loss_fns["compiled"] = torch.compile(rival.loss_fn)
+    seconds = {}
+    for mode, loss_fn in loss_fns.items():
+        rival.loss_fn = loss_fn
         try:
-            losses[mode] = torch.compile(eager) if mode == "compiled" else eager
-            rival.loss_fn = losses[mode]
             times = [machine.timed(dev, rival.step, batch)[0] for _ in range(4)]
             seconds[mode] = statistics.median(times[1:])  # not the first: it compiles
         except Exception as error:  # out of memory, or whatever inductor raises
-            reason = safety.first_line(error, 100)
-            print(f"\n{rival.name}, {mode}, does not run: {reason}")
+            print(f"\n{rival.name}, {mode}, does not run: {safety.first_line(error, 100)}")
     if seconds:
         rival.mode = min(seconds, key=seconds.get)
-        rival.loss_fn = losses[rival.mode]
+        rival.loss_fn = loss_fns[rival.mode]
     return bool(seconds)
 
 

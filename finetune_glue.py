@@ -376,7 +376,7 @@ def find_finished(entry, data):
         name, seed = run["task"], run["seed"]
         if name not in data:
             continue
-        same_data = data_facts(data[name]).items() <= run.items()
+        same_data = run["data"] == data_facts(data[name])["data"]
         written = glue.written_answers(data[name], Path(model) / f"submission/seed{seed}")
         answered = written.items() <= run["predictions"].items()
         kept = True

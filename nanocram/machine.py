@@ -51,14 +51,15 @@ def pick(device, dtype):
         device = next(name for name in available if available[name])
     if not available[device]:
         sys.exit(f"device={device}, but this build of torch sees no such device: type --device=cpu")
-    if device == "cuda" and torch.version.cuda:  # AMD's cards are numbered otherwise
-        capability = torch.cuda.get_device_capability()
-        architectures = torch.cuda.get_arch_list()
-        if architectures and not has_kernels(capability, architectures):
-            card = f"{torch.cuda.get_device_name()} (sm_{capability[0]}{capability[1]})"
-            built = f"torch {torch.__version__} is built for {' '.join(architectures)}"
-            other = "take one from pytorch.org that is (older cards: for an older CUDA)"
-            sys.exit(f"{built}, not for this {card}: {other}, or type --device=cpu")
+    if device == "cuda":
+        # A card may be too old, or too new, for this build of torch: its first kernel fails then.
+        try:
+            torch.ones(1, device=device)
+        except RuntimeError as e:
+            reason = str(e).partition("\n")[0]
+            trouble = f"torch {torch.__version__} cannot use this {torch.cuda.get_device_name()}"
+            other = "take another build from pytorch.org (older cards: for an older CUDA)"
+            sys.exit(f"{trouble} ({reason}): {other}, or type --device=cpu")
     if dtype == "auto":
         no_bf16 = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else no_bf16
@@ -71,26 +72,6 @@ def pick(device, dtype):
     if device == "cpu":
         keep_freed_memory()
     return torch.device(device), getattr(torch, dtype)
-
-
-def has_kernels(capability, architectures):
-    """Whether a build of torch for architectures like "sm_80" runs on a card of that capability.
-
-    Machine code (sm) serves later cards of its major version, PTX (compute) all later ones, what
-    ends in "a" no other card (CUDA C++ Programming Guide, compute capabilities)."""
-    known = [re.fullmatch(r"(sm|compute)_(\d+)(\w?)", each) for each in architectures]
-    if not all(known):  # nothing known of this build: it may work
-        return True
-    for kind, digits, suffix in [found.groups() for found in known]:
-        built_for = divmod(int(digits), 10)
-        same_major = built_for[0] == capability[0]
-        if suffix == "a":
-            serves = built_for == capability
-        else:
-            serves = built_for <= capability and (same_major or kind == "compute")
-        if serves:
-            return True
-    return False
 
 
 def native_bf16(device):

@@ -16,14 +16,11 @@ import sys
 import torch
 import torch.distributed as dist
 
-from nanocram.safety import first_line
+from nanocram.safety import first_line, is_out_of_memory
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number on this machine
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # how many there are
-
-# What gloo and NCCL say of a rank that is gone.
-LOST = ("connection", "timed out", "timeout", "broken pipe", "remote process", "aborted")
 
 
 def join(device):
@@ -62,8 +59,9 @@ def add_up(tensors):
         for under_way in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             under_way.wait()
     except RuntimeError as e:
-        if not any(word in str(e).lower() for word in LOST):
+        if is_out_of_memory(e):
             raise
+        # gloo and NCCL have many words for a rank that is gone.
         reason = first_line(e, 120)
         sys.exit(f"rank {RANK} has lost the others, start again with --init=resume: {reason}")
 

@@ -37,8 +37,6 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.dtype = dtype
-        if any(p.ndim != 2 for group in self.param_groups for p in group["params"]):
-            raise ValueError("Muon takes matrices: give tables, norms and biases to another one")
 
     @torch.no_grad()
     def step(self):

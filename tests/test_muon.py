@@ -86,8 +86,3 @@ def test_float32_follows_the_formula(shape):
     size = 0.1 * max(1, shape[0] / shape[1]) ** 0.5
     wanted = before - size * (U @ torch.diag(s) @ Vt)
     assert torch.allclose(weight.double(), wanted, rtol=0, atol=1e-5)
-
-
-def test_vectors_are_refused():
-    with pytest.raises(ValueError, match="Muon takes matrices"):
-        Muon([torch.nn.Parameter(torch.zeros(3))], 0.1)

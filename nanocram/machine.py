@@ -69,8 +69,7 @@ def pick(device, dtype):
     # (pytorch issue 196678 with a mask, NVIDIA/cudnn-frontend 1072 without), and it plans anew for
     # each of the many shapes of fine-tuning.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if device == "cpu":
-        keep_freed_memory()
+    keep_freed_memory()
     return torch.device(device), getattr(torch, dtype)
 
 

@@ -251,7 +251,6 @@ class Run:
         self.flops_per_token = self.model.flops_per_token(seq_len, mean_places)
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
         if offload:  # the model stays on the host, and what it computes goes to the device
-            machine.keep_freed_memory()  # the host's AdamW takes as much again in each step
             self.streamed = Streamed(self.model, dev, amp_dtype, sums_stay)
         else:
             self.model.to(dev)

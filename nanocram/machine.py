@@ -58,8 +58,8 @@ def pick(device, dtype):
         except RuntimeError as e:
             reason = str(e).partition("\n")[0]
             trouble = f"torch {torch.__version__} cannot use this {torch.cuda.get_device_name()}"
-            other = "take another build from pytorch.org (older cards: for an older CUDA)"
-            sys.exit(f"{trouble} ({reason}): {other}, or type --device=cpu")
+            other = "if it is too old, take a build for an older CUDA from pytorch.org"
+            sys.exit(f"{trouble}: {reason}; {other}, or type --device=cpu")
     if dtype == "auto":
         no_bf16 = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else no_bf16

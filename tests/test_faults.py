@@ -6,7 +6,6 @@ in results/README.md.
 
 import csv
 import itertools
-import json
 import os
 import pickle
 import random
@@ -32,7 +31,6 @@ from conftest import (
     train_step,
 )
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_model import configs
 
@@ -552,59 +550,6 @@ def test_a_model_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, m
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         folder_module.load(tmp_path)
-
-
-PATHS = [
-    "vocab_size",
-    "seq_len",
-    "counts",
-    "counts rows",
-    "counts val_rows",
-    "counts val_tokens",
-    "counts kept",
-    "counts val_characters",
-    "settings",
-    "settings source",
-    "settings order",
-    "sha256",
-    "sha256 train.bin",
-    "sha256 val.bin",
-    "sha256 tokenizer.json",
-]
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 3),
-    st.floats(),
-    st.text(max_size=5),
-    st.lists(st.integers()),
-)
-
-
-@settings(deadline=None)
-@given(st.sampled_from(PATHS), st.one_of(JUNK, st.just("GONE")))
-def test_any_field_of_meta_json_may_be_broken(data_dir, tmp_path_factory, path, value):
-    """Never a traceback: one line, or, where the value happens to work, what is there."""
-    copy = tmp_path_factory.mktemp("meta")
-    for name in ("val.bin", "tokenizer.json"):
-        shutil.copy(data_dir / name, copy)
-    meta = json.loads((data_dir / "meta.json").read_text())
-    *way, last = path.split()
-    inner = meta
-    for key in way:
-        inner = inner[key]
-    if value == "GONE":
-        del inner[last]
-    else:
-        inner[last] = value
-    (copy / "meta.json").write_text(json.dumps(meta))
-    try:
-        found = load_meta(copy, vocab_size=600, seq_len=128)
-    except SystemExit as e:
-        assert "\n" not in str(e)
-    else:
-        numbers = [found["counts"][k] for k in ("rows", "val_rows", "val_tokens", "val_characters")]
-        assert found["vocab_size"] == 600 and all(type(n) is int and n > 0 for n in numbers)
 
 
 def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypatch):

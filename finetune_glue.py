@@ -103,9 +103,9 @@ def our_candidate(folder, scratch):
     folder = Path(folder)
     try:
         pretrained = model_folder.load(folder)
-        tokenizer = Tokenizer(folder / "tokenizer.json")
     except ValueError as e:
         sys.exit(str(e))
+    tokenizer = Tokenizer(folder / "tokenizer.json")
     if isinstance(pretrained, Classifier):
         sys.exit(f"{folder} is fine-tuned already: name the folder that train.py wrote")
     config = replace(pretrained.config, dropout=glue_dropout)

@@ -104,9 +104,10 @@ from tqdm import tqdm
 
 from model import MaskedLM, ModelConfig, make_loss
 from nanocram import checkpoint, machine, model_folder, parallel, record, safety
-from nanocram.data import IGNORE, Rows, draw_masks, fill_masks, held_out, load_meta, load_tokenizer
+from nanocram.data import IGNORE, Rows, draw_masks, fill_masks, held_out, load_meta
 from nanocram.muon import Muon
 from nanocram.offload import Streamed, memory_plan
+from nanocram.tokenizer import Tokenizer
 
 FULL = "out of memory"
 MAX_SKIPPED = 50  # unusable steps in a row end a run; float16 needs some to find its loss scale
@@ -737,7 +738,7 @@ def main():
     parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
-    tokenizer = load_tokenizer(data_dir, meta)
+    tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
     if any(len(tokenizer.encode(sentence)) + 2 > max_seq_len for sentence in sentences()):
         sys.exit(f"samples: a sentence has more than {max_seq_len} tokens: type shorter --samples")
     folder = Path(data_dir)

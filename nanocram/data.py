@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanocram.tokenizer import CLS, MASK, SEP, Tokenizer
+from nanocram.tokenizer import CLS, MASK, SEP
 
 IGNORE = -100  # the label of a position that does not count, as in torch and transformers
 
@@ -43,18 +43,6 @@ def load_meta(folder, **wanted):
         if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != right:
             sys.exit(f"{file} is missing or not the one of meta.json: run prepare.py again")
     return meta
-
-
-def load_tokenizer(folder, meta):
-    """The Tokenizer of a data set; exits with one line if it does not fit the rows."""
-    path = Path(folder) / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer(path)
-    except ValueError as e:
-        sys.exit(str(e))
-    if tokenizer.vocab_size != meta["vocab_size"]:
-        sys.exit(f"{path} has {tokenizer.vocab_size} entries, not those of meta.json: prepare anew")
-    return tokenizer
 
 
 class Rows:

@@ -137,7 +137,7 @@ class Tokenizer:
     """tiktoken reading a tokenizer.json of ours; safe in threads. "[MASK]" is text as any other."""
 
     def __init__(self, path):
-        """Raises ValueError if path is no tokenizer.json written by this file."""
+        """Exits with one line if path is no tokenizer.json written by this file."""
         import tiktoken
 
         try:
@@ -152,7 +152,7 @@ class Tokenizer:
             )
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
             what = f"not a tokenizer.json of prepare.py ({e!r:.80})"
-            raise ValueError(f"{path} is {what}: prepare the data again") from e
+            sys.exit(f"{path} is {what}: prepare the data again")
         self.vocab_size = self.encoding.n_vocab
 
     def encode(self, text):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocram.data import IGNORE, Rows, draw_masks, held_out, load_meta, load_tokenizer
+from nanocram.data import IGNORE, Rows, draw_masks, held_out, load_meta
 from nanocram.tokenizer import CLS, MASK
 
 
@@ -139,8 +139,6 @@ def test_other_data_slips_are_one_line(data_dir, tmp_path):
     path.write_text(path.read_text().replace("Prepend", "prepend"))
     with pytest.raises(SystemExit, match=r"tokenizer.json is missing or not the one"):
         load_meta(folder)
-    with pytest.raises(SystemExit, match=r"tokenizer\.json "):
-        load_tokenizer(folder, {"vocab_size": 600})
     (folder / "val.bin").unlink()
     with pytest.raises(SystemExit, match=r"val.bin is missing"):
         load_meta(folder)
@@ -148,9 +146,3 @@ def test_other_data_slips_are_one_line(data_dir, tmp_path):
         (folder / "meta.json").write_text(content)
         with pytest.raises(SystemExit, match=r"meta.json is no finished data set: delete .* again"):
             load_meta(folder)
-
-
-def test_a_tokenizer_of_other_rows_is_one_line(data_dir):
-    assert load_tokenizer(data_dir, {"vocab_size": 600}).vocab_size == 600
-    with pytest.raises(SystemExit, match=r"has 600 entries, .*: prepare anew"):
-        load_tokenizer(data_dir, {"vocab_size": 32768})

@@ -729,6 +729,7 @@ BARE_RUN = '{"systems": [{"system": "", "weights": "", "protocol": {}, "runs": [
     [
         ({"max_seq_len": 64}, "", "", "takes at most 64 tokens: type --glue_seq_len=64"),
         ({}, "config.json", "{}", "is no model folder of train.py"),
+        ({}, "tokenizer.json", "{}", "is not a tokenizer.json of prepare.py"),
         ({}, "glue.json", '{"systems": [{}]}', "is broken"),
         ({}, "glue.md", "my notes", "glue.md is there without a glue.json: it is not ours"),
         ({}, "cola", "my notes", "is no classifier of ours: move it away"),

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train as module
 from model import MaskedLM, ModelConfig, make_loss, mixed_precision
 from nanocram import checkpoint, machine, record
-from nanocram.data import fill_masks, load_meta, load_tokenizer
+from nanocram.data import fill_masks
 from nanocram.model_folder import load
 from nanocram.offload import Streamed, memory_plan
+from nanocram.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 
@@ -174,7 +175,7 @@ def test_device_memory_holds_two_blocks(setting, sums_travel):
 
 def test_guesses_are_the_plain_models(setting, data_dir):
     """Without autocast, as there, whatever training has."""
-    tokenizer = load_tokenizer(data_dir, load_meta(data_dir))
+    tokenizer = Tokenizer(data_dir / "tokenizer.json")
     words = []
     for on_host in (False, True):
         setting(offload=on_host)

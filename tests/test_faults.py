@@ -202,22 +202,30 @@ def test_a_spike_does_not_ruin_a_run(train, monkeypatch):
     assert spiked == pytest.approx(plain, abs=0.05)
 
 
-def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, tmp_path):
-    """Rows that vanish: one line, and a checkpoint of the last whole step."""
+@pytest.mark.parametrize("vanish", [False, True])
+def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, tmp_path, vanish):
+    """Rows that shrink or vanish: one line, a checkpoint of the last whole step, and a resume."""
     copy = shutil.copytree(data_dir, tmp_path / "data")
     put(monkeypatch, module, data_dir=str(copy), max_steps=30)
     accumulate = module.accumulate
 
-    def shrink(run, n_rows, n_mask):
+    def lose_rows(run, n_rows, n_mask):
         if run.state.step == 7:
-            (copy / "train.bin").write_bytes((copy / "train.bin").read_bytes()[:-2])
+            (copy / "train.bin").unlink()
+            if not vanish:
+                (copy / "train.bin").touch()
             run.fetched = {}
         return accumulate(run, n_rows, n_mask)
 
-    monkeypatch.setattr(module, "accumulate", shrink)
-    with pytest.raises(SystemExit, match=r"train.bin has \d+ bytes where meta.json says"):
-        module.main()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "accumulate", lose_rows)
+        said = "No such file .*train.bin" if vanish else "train.bin is shorter than meta.json says"
+        with pytest.raises(FileNotFoundError if vanish else SystemExit, match=said):
+            module.main()
     assert whole(Path(train.out_dir))["step"] == 7
+    put(monkeypatch, module, data_dir=str(data_dir), init="resume", max_steps=9, samples="")
+    module.main()
+    assert whole(Path(train.out_dir))["step"] == 9
 
 
 def test_fifty_unusable_steps_leave_the_checkpoint_of_before(train, monkeypatch):

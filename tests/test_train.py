@@ -613,10 +613,10 @@ def test_a_damaged_train_bin_is_one_line(train, setting, data_dir, tmp_path):
     folder = shutil.copytree(data_dir, tmp_path / "data")
     setting(data_dir=str(folder))
     (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-256])
-    with pytest.raises(SystemExit, match=r"train.bin has \d+ bytes where meta.json says"):
+    with pytest.raises(SystemExit, match=r"train.bin is shorter than meta.json says"):
         train.main()
     (folder / "train.bin").unlink()
-    with pytest.raises(SystemExit, match=r"train.bin has 0 bytes"):
+    with pytest.raises(FileNotFoundError, match=r"train\.bin"):
         train.main()
 
 

@@ -153,10 +153,7 @@ def run_train(argv, values, data):
 
 def load_run(folder):
     """(run.json, the rows of log.csv with a held-out loss) of a finished run."""
-    try:
-        rows = [row for row in record.read_log(folder) if HELD_OUT in row]
-    except ValueError:
-        rows = []
+    rows = [row for row in record.read_log(folder) if HELD_OUT in row]
     if not rows:
         sys.exit(f"{folder} has lost its log.csv: delete the folder, and type the same again")
     print(f"{folder}: held-out loss {rows[-1][HELD_OUT]:.3f}", flush=True)

@@ -26,11 +26,9 @@ NEEDED = {"elapsed_s", "step", "tokens"}  # columns without which a row says not
 
 
 def read_facts(folder):
-    """The dict of a folder's run.json; {} where there is none, or none that is whole."""
-    try:
-        return dict(json.loads((Path(folder) / "run.json").read_text()))
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
-        return {}
+    """The dict of a folder's run.json; {} where there is none."""
+    path = Path(folder) / "run.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def find_wandb():
@@ -68,17 +66,18 @@ def write_facts(folder, data_dir, settings, facts):
 def resume(folder, settings, step, elapsed):
     """Take a run's record back to its checkpoint, and say what is lost and which settings moved.
 
-    Exits with one line if log.csv cannot be read."""
+    Exits with one line if log.csv is there and cannot be read: it would be emptied."""
     before = read_facts(folder).get("settings", {})
     for name, value in settings.items():
         was = before.get(name, value)
         if name != "init" and was != value:
             print(f"{name} was {was!r} until now, and is {value!r} from now on")
-    try:
-        logged = max([row["elapsed_s"] for row in read_log(folder)], default=0.0)
-        drop_rows_after(folder, step)
-    except ValueError as e:
-        sys.exit(f"{e}: mend it or move it away, then resume")
+    rows = read_log(folder)
+    log = Path(folder) / "log.csv"
+    if log.exists() and not rows:
+        sys.exit(f"{log} has no row under the names of its columns: mend it or move it away")
+    logged = max([row["elapsed_s"] for row in rows], default=0.0)
+    drop_rows_after(folder, step)
     seconds = logged - elapsed
     lost = ""
     if seconds >= 1:
@@ -110,14 +109,10 @@ def append_row(folder, row):
 
 
 def read_log(folder):
-    """The rows of log.csv, [{column: number}], empty fields left out, broken lines too.
-
-    Raises ValueError where the line with the columns' names is lost."""
+    """The rows of log.csv, [{column: number}], empty fields left out, broken lines too."""
     path = Path(folder) / "log.csv"
     text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    if lines and not NEEDED.issubset(lines[0].split(",")):
-        raise ValueError(f"{path} has lost its first line, the names of its columns")
     rows = []
     for cells in csv.DictReader(lines, quoting=csv.QUOTE_NONE):
         with contextlib.suppress(ValueError, TypeError):

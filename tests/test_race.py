@@ -278,6 +278,17 @@ def test_evaluations_alone_are_what_a_race_compares(raced):
     assert len(race.record.read_log(raced[0] / "mine-0")) > len(rows)
 
 
+def test_a_run_without_its_log_is_named(raced, tmp_path):
+    folder = shutil.copytree(raced[0] / "mine-0", tmp_path / "mine-0")
+    log = (folder / "log.csv").read_text()
+    (folder / "log.csv").write_text(log.partition("\n")[2])
+    with pytest.raises(SystemExit, match=r"mine-0 has lost its log\.csv: delete the folder"):
+        race.load_run(folder)
+    (folder / "log.csv").unlink()
+    with pytest.raises(SystemExit, match=r"mine-0 has lost its log\.csv: delete the folder"):
+        race.load_run(folder)
+
+
 def test_seeds_are_medians_with_a_range(raced):
     facts, rows = race.load_run(raced[0] / "mine-0")
     worse = [row | {"val_loss_15": row["val_loss_15"] + 1, "step": 9} for row in rows]

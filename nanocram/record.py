@@ -43,16 +43,15 @@ def find_wandb():
 def new_folder(folder):
     """Make a folder for a new run; an earlier run in it is moved aside, anything else refused."""
     folder = Path(folder)
-    is_empty = not folder.exists()
-    if folder.is_dir():  # a kill in the first moment of a run leaves run.json.tmp
-        is_empty = all(path.name == "run.json.tmp" for path in folder.iterdir())
-    if not is_empty:
-        if not (folder / "run.json").exists():
-            sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
+    if (folder / "run.json").exists():
         aside = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
         free = next(path for path in aside if not path.exists())
         folder.rename(free)
         print(f"{folder} held a run: moved it to {free} (--init=resume would have continued it)")
+    # A kill in the first moment of a run leaves run.json.tmp.
+    foreign = {path.name for path in folder.glob("*")} - {"run.json.tmp"}
+    if foreign or folder.is_file():
+        sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
     folder.mkdir(parents=True, exist_ok=True)
 
 

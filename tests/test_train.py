@@ -524,13 +524,17 @@ def test_slips_are_one_line(train, setting, tmp_path, settings, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_anything_else_is_left_alone(train, setting, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("precious")
-    setting(out_dir=str(tmp_path / "mine"))
+@pytest.mark.parametrize("out_dir", ["mine", "hidden", "mine/thesis.tex"])
+def test_what_anybody_else_wrote_is_left_alone(train, setting, tmp_path, out_dir):
+    """Files in the folder, a hidden one, a file of its name."""
+    files = [tmp_path / "mine" / "thesis.tex", tmp_path / "hidden" / ".notes"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text("precious")
+    setting(out_dir=str(tmp_path / out_dir))
     with pytest.raises(SystemExit, match=r"holds no run of train\.py: choose another --out_dir"):
         train.main()
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
+    assert all(file.read_text() == "precious" for file in files)
 
 
 def test_a_gpu_that_torch_cannot_use(train, monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ One step, in main(): progress -> learning rate, rows, masks -> accumulate() -> u
 """
 
 import gc
+import importlib
 import math
 import os
 import sys
@@ -734,7 +735,7 @@ def main():
     # Whatever is wrong with settings, machine and data is said before anything is written.
     global micro_batch
     config = check_settings()
-    wandb = record.find_wandb() if wandb_project else None
+    wandb = importlib.import_module("wandb") if wandb_project else None
     parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)

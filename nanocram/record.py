@@ -31,15 +31,6 @@ def read_facts(folder):
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
-def find_wandb():
-    """The package wandb, or an exit with one line."""
-    try:
-        import wandb
-    except ImportError:
-        sys.exit("there is no wandb here: pip install wandb, or type --wandb_project=")
-    return wandb
-
-
 def new_folder(folder):
     """Make a folder for a new run; an earlier run in it is moved aside, anything else refused."""
     folder = Path(folder)

@@ -122,6 +122,8 @@ def run(main, where, then, less_memory="a smaller model"):
         main()
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: {then}")
+    except ModuleNotFoundError as e:
+        sys.exit(f"{e.name} is missing: pip install {e.name}")
     except OSError as e:
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
     except (MemoryError, RuntimeError) as e:

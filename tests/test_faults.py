@@ -291,6 +291,7 @@ MAIN = "from nanocram import safety\ndef main():"
         ),
         ("open('nowhere')", "nowhere: No such file or directory; type it again"),
         ("raise OSError('odd')", "here: odd; type it again"),
+        ("import nowhere.at_all", "nowhere is missing: pip install nowhere"),
         (
             "raise RuntimeError('DefaultCPUAllocator: you tried to allocate memory')",
             "out of memory: type a smaller model",

@@ -721,6 +721,12 @@ def test_a_setting_that_cannot_work_is_one_line(model, glue_files, flags, messag
     assert done.returncode == 1 and message in last_line(done), done.stdout
 
 
+def test_a_missing_package_is_no_model_that_cannot_be_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="transformers"):  # safety.run() says it
+        ft.hugging_face_candidate("nowhere")
+
+
 BARE_RUN = '{"systems": [{"system": "", "weights": "", "protocol": {}, "runs": [{}]}]}'
 
 

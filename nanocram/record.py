@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from nanocram.safety import first_line, write_beside, write_text
+from nanocram.safety import write_beside, write_text
 
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
@@ -195,80 +195,48 @@ CARD_BEGIN = """---
 """
 CARD = """{begin}{front}
 license: other  # yours to choose
-# language: en  # yours to say
 tags: [masked-lm, cramming]
 ---
 
 # {name}
 
-A masked language model of {run[parameters]:,} parameters, trained from scratch by nanocram in
-{hours:.2f} hours on one machine, after [Cramming](https://arxiv.org/abs/2212.14034).
+A masked language model of {run[parameters]:,} parameters, trained from scratch by nanocram after
+[Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and the text of
+`{run[corpus][source]}`. After {hours:.2f} hours, {row[step]:,} steps and {row[tokens]:,} tokens its
+loss on held-out text was {row[val_loss_15]:.3f} nats per token with 15 % masked,
+{row[val_loss_25]:.3f} with 25 %.
 
 {use}
-
-| | |
-| --- | --- |
-| text | `{corpus[source]}`, {corpus[kept]:,} documents, {corpus[normalisation]} |
-| seen in training | {last[tokens]:,} tokens, {epochs:.2f} epochs, {last[step]:,} steps |
-| held-out loss, 15 % masked | {val[val_loss_15]:.3f} nats per token, at step {val[step]:,} |
-| held-out loss, 25 % masked | {val[val_loss_25]:.3f} nats per token |
-| the first per character | {val[val_nats_per_char]:.3f} nats |
-| arithmetic | {last[flops]:.3g} floating-point operations, in {run[amp_dtype]} |
-| budget | {budget}; it took {hours:.2f} hours |
-| machine | {run[device]}, {run[processes]} × {run[threads]} threads, torch {run[torch]} |
-| begun or last resumed | {run[date]}, commit {run[commit]} |
-| recipe | {recipe} |
 {glue}
-It knows what its text says, mistakes and prejudices included, and nothing else; it fills gaps and
-makes a start for fine-tuning, and is no source of facts. All settings are in `run.json`, every
-logged step is in `log.csv`.
+All settings are in `run.json`, every logged step is in `log.csv`.
 """
 NATIVE = """```python
 from transformers import pipeline
 print(pipeline("fill-mask", model="{name}")("the capital of france is [MASK]."))
 ```"""
 OURS = """It is none of transformers' architectures: `model_folder.load("{name}")` reads it."""
-RECIPE = "n_layer n_head n_embd n_inner activation position optimizer schedule batch_size".split()
 
 
 def write_card(folder, glue_table=()):
     """Write README.md into a run's folder, unless one is there that does not begin as ours.
 
-    glue_table: lines of markdown. Where a part of the run is missing, nothing is written; where the
-    disk fails that is said, for a card is no reason to lose a run."""
-    path = Path(folder) / "README.md"
-    try:
-        text = card(Path(folder), glue_table)
-        if not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN):
-            write_text(path, text)
-    except (FileNotFoundError, ValueError, LookupError):
-        return
-    except OSError as e:
-        print(f"WARNING: cannot write {path}: {first_line(e)}")
-
-
-def card(folder, glue_table):
-    """The text of a run's card; raises OSError, ValueError or LookupError if a part is missing."""
+    glue_table: lines of markdown. Before the first evaluation nothing is written."""
+    folder = Path(folder)
+    path = folder / "README.md"
     run = read_facts(folder)
-    rows = read_log(folder)
-    settings, corpus, last = run["settings"], run["corpus"], rows[-1]
-    budget = f"{settings['budget_hours']:g} hours"
-    if settings["max_steps"]:
-        budget = f"{settings['max_steps']:,} steps"
+    evaluations = [row for row in read_log(folder) if "val_loss_15" in row]
+    is_ours = not path.exists() or path.read_bytes().startswith(CARD_BEGIN.encode())
+    if run and evaluations and is_ours:
+        write_text(path, card(folder, run, evaluations[-1], glue_table))
+
+
+def card(folder, run, row, glue_table):
+    """The text of a run's card: its run.json, the row of its log with the last evaluation."""
     use, front = OURS, "library_name: nanocram"
     if json.loads((folder / "config.json").read_text())["model_type"] == "modernbert":
         use, front = NATIVE, "library_name: transformers\npipeline_tag: fill-mask"
-    heading = ["", "## GLUE, dev sets", ""]
-    words = {
-        "begin": CARD_BEGIN,
-        "front": front,
-        "name": folder.resolve().name,
-        "use": use.format(name=folder.resolve().name),
-        "hours": last["elapsed_s"] / 3600,
-        "epochs": last["tokens"] / settings["seq_len"] / corpus["rows"],
-        "budget": budget,
-        "recipe": ", ".join(f"{name}={settings[name]}" for name in RECIPE),
-        "glue": "\n".join([*heading, *glue_table, ""]) if glue_table else "",
-        "val": [row for row in rows if "val_loss_15" in row][-1],
-    }
-    return CARD.format(run=run, corpus=corpus, last=last, **words)
+    name = folder.resolve().name
+    glue = "\n".join(["", "## GLUE, dev sets", "", *glue_table, ""]) if glue_table else ""
+    words = {"begin": CARD_BEGIN, "front": front, "name": name, "use": use.format(name=name)}
+    words |= {"run": run, "row": row, "hours": row["elapsed_s"] / 3600, "glue": glue}
+    return CARD.format(**words)

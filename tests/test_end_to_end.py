@@ -73,11 +73,19 @@ def test_the_model_card(finished, tmp_path):
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "transformers" and front["pipeline_tag"] == "fill-mask"
     assert "license" in front and "GLUE" not in text
-    losses = f"{last['val_loss_15']:.3f} nats per token"
+    assert 'pipeline("fill-mask", model="out")' in text
+    losses = f"{last['val_loss_15']:.3f} nats per token with 15 % masked"
     for wanted in (losses, f"{last['tokens']:,} tokens", "60 steps", "corpus.txt"):
         assert wanted in text
     record.write_card(out, ["| GLUE | RTE |", "| --- | ---: |", "| x | 51.2 |"])
     assert "| x | 51.2 |" in path.read_text()
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace('"modernbert"', '"nanocram"'))
+    record.write_card(out)
+    ours = path.read_text()
+    assert yaml.safe_load(ours.split("---")[1])["library_name"] == "nanocram"
+    assert 'model_folder.load("out")' in ours and "pipeline" not in ours
+    (out / "config.json").write_text(config)
 
     # Whoever takes our line out of the front matter keeps their edits; others are written anew.
     edited = text.replace("license: other", "license: mit")

@@ -126,7 +126,7 @@ def line(axes, rows, x, y, **style):
 
 
 def plot(folder):
-    """Draw loss.png from log.csv: losses above, learning rates and batch below, by the clock."""
+    """Draw loss.png from log.csv: losses above, learning rate and batch below, by the clock."""
     rows = read_log(folder)
     try:
         from matplotlib.figure import Figure
@@ -148,10 +148,7 @@ def plot(folder):
     if top.lines:
         top.legend(frameon=False)
     top.grid(alpha=0.25)
-    line(bottom, rows, unit, "lr", color="tab:green", label="AdamW's")
-    line(bottom, rows, unit, "muon_lr", color="tab:green", ls="--", label="Muon's")
-    if len(bottom.lines) > 1:
-        bottom.legend(frameon=False, fontsize=8)
+    line(bottom, rows, unit, "lr", color="tab:green")  # Muon's is a constant times it
     bottom.set_xlabel(f"wall clock ({unit}); {rows[-1]['tokens'] / 1e6:,.1f}M tokens")
     bottom.set_ylabel("learning rate", color="tab:green")
     right = bottom.twinx()

@@ -527,7 +527,7 @@ def main():
     del wanted["data_dir"], wanted["threads"]
     wanted["files"] = [[path, os.path.getsize(path)] for path in files]
 
-    with safety.Lock(safety.lock_file(goal)):
+    with safety.lock(safety.lock_file(goal)):
         partial = begin_folder(goal, wanted)
         total_bytes = sum(map(text_bytes, files)) if files == paths else math.inf
         tokenizer, texts = make_vocabulary(sources, share, partial)

@@ -752,7 +752,7 @@ def main():
     run = Run(config, meta, train_rows, dev, amp_dtype)
     state, clock = run.state, run.clock
     run.matmul_rate = machine.matmul_rate(dev, amp_dtype) * parallel.WORLD
-    lock = safety.Lock(safety.lock_file(out_dir)) if parallel.RANK == 0 else None
+    lock = safety.lock(safety.lock_file(out_dir)) if parallel.RANK == 0 else None
     if init == "resume":
         # Weights, the optimisers' states, the loss scale, State (in place), and the seconds used
         # until then.

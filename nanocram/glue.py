@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanocram.safety import Lock, first_line, write_beside, write_text
+from nanocram.safety import first_line, lock, write_beside, write_text
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,7 @@ def results_lock(folder):
     folder = Path(folder)
     if (folder / "glue.md").exists() and not (folder / "glue.json").exists():
         sys.exit(f"{folder}/glue.md is there without a glue.json: it is not ours, move it away")
-    return Lock(folder / ".glue.lock", wait=True)
+    return lock(folder / ".glue.lock", wait=True)
 
 
 def add_runs(folder, entry, runs):

@@ -54,30 +54,21 @@ def lock_file(folder):
     return folder.with_name(f".{folder.name}.lock")
 
 
-class Lock:
-    """An exclusive lock on a file, made where it is missing; a process that is killed loses it.
+def lock(path, wait=False):
+    """The file of that path, open and locked until it is closed; a process that is killed loses it.
 
-    Where another process has it, this waits, or exits with one line."""
-
-    def __init__(self, path, wait=False):
-        # For writing: NFS locks nothing that is open for reading only. It closes with this object.
-        self.file = open(path, "a")  # noqa: SIM115
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"{path} is held by another process: wait for it, or choose another folder")
-        except OSError:  # a file system that cannot lock
-            pass
-
-    def __enter__(self):
-        return self
-
-    def close(self, *error):
-        self.file.close()
-
-    __exit__ = close
+    It is made where it is missing. Where another process has it, this waits, or exits."""
+    # For writing: NFS locks nothing that is open for reading only.
+    file = open(path, "a")  # noqa: SIM115
+    if fcntl is None:
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"{path} is held by another process: wait for it, or choose another folder")
+    except OSError:  # a file system that cannot lock
+        pass
+    return file
 
 
 def first_line(error, length=150):

@@ -373,7 +373,7 @@ def test_two_processes_never_write_one_folder(tmp_path, data_dir, corpus):
     third = start(tmp_path / "out", data_dir, max_steps=3)
     assert third.wait(100) == 0 and (tmp_path / "out.1" / "ckpt.pt").exists()
 
-    with safety.Lock(safety.lock_file(tmp_path / "data")):
+    with safety.lock(safety.lock_file(tmp_path / "data")):
         second = script("prepare.py", source=corpus, data_dir=tmp_path / "data", **SMALL_DATA)
         assert second.returncode == 1 and ".data.lock is held by another process" in last_line(
             second

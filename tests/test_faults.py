@@ -560,15 +560,9 @@ def test_a_model_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, m
 
 
 def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypatch):
-    """A race's table, a page of GLUE, a classifier's folder: each refused where something else
-    is there."""
+    """A page of GLUE, a classifier's folder: each refused where something else is there."""
     import finetune_glue
-    import race
 
-    (tmp_path / "race.md").write_text("precious")
-    monkeypatch.setattr(race, "out_dir", str(tmp_path))
-    with pytest.raises(SystemExit, match="it is not ours, choose another --out_dir"):
-        race.main()
     (tmp_path / "glue.md").write_text("precious")
     with pytest.raises(SystemExit, match="it is not ours, move it away"):
         glue.add_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}}, [])
@@ -577,7 +571,7 @@ def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypa
         with pytest.raises(SystemExit, match="is no classifier of ours: move it away, or leave"):
             finetune_glue.refuse_other(tmp_path)
     finetune_glue.refuse_other(tmp_path / "nowhere")
-    assert all((tmp_path / name).read_text() == "precious" for name in ("race.md", "glue.md"))
+    assert (tmp_path / "glue.md").read_text() == "precious"
 
 
 # Text made to harm

@@ -298,10 +298,3 @@ def test_seeds_are_medians_with_a_range(raced):
     assert one[6] == f"{loss + 0.5:.3f} ({loss:.3f} to {loss + 1:.3f})"
     assert two[6] == f"{loss:.3f} ({loss:.3f} to {loss:.3f})"
     assert (one[-1], two[-1]) == ("1.00", f"{(1 + race.times_faster(rows, worse)) / 2:.2f}")
-
-
-def test_a_table_of_somebody_else_stays(tmp_path, data_dir):
-    (tmp_path / "race.md").write_text("precious")
-    with pytest.raises(SystemExit, match="it is not ours, choose another --out_dir"):
-        start(TINY, data_dir=data_dir, out_dir=tmp_path)
-    assert (tmp_path / "race.md").read_text() == "precious"

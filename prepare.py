@@ -342,8 +342,10 @@ def join_buckets(rng, folder):
             path.unlink()
 
 
-def write_data(documents, tokenizer, total_bytes, folder):
-    """Write train.bin and val.bin into folder; returns the counts of meta.json."""
+def write_data(documents, tokenizer, total, folder):
+    """Write train.bin and val.bin into folder; returns the counts of meta.json.
+
+    total: bytes of the text, for the progress bar; math.inf where no end is known."""
     from tqdm import tqdm
 
     count = Counter(dict.fromkeys(("read", *OUTCOMES, *SIZES), 0))
@@ -354,7 +356,6 @@ def write_data(documents, tokenizer, total_bytes, folder):
 
     held_out = []
     kept, n_kept = [], 0  # ids that are not in rows yet, and how many
-    total = total_bytes  # to tqdm math.inf is none
     with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
         for outcome, ids in choose(documents, count):
             if outcome == "held_out":
@@ -467,7 +468,8 @@ def print_estimate(texts, tokenizer, total_bytes, folder):
     rate = n_threads * n_tokens / (time.perf_counter() - start)  # tokens/s
     tokens = total_bytes * n_tokens / n_characters
     for limit in (max_tokens, max_rows * seq_len):
-        tokens = min(tokens, limit or math.inf)
+        if limit > 0:
+            tokens = min(tokens, limit)
     if tokens == math.inf:
         print(f"no end is known: 1,000M tokens take 2 GB of disk and {1e9 / rate:,.0f} s")
         return
@@ -506,16 +508,13 @@ def main():
     require(globals(), {
         "vocab_size": (260, 65536), "vocab_sample_mb": (1, 4000), "seq_len": (8, 65536),
         "filter_ratio": (-1, 10), "val_share": (1e-9, 0.5), "val_tokens": (seq_len, 10**8),
-        "threads": (0, 4096), "max_docs": (0, 2**62), "max_tokens": (0, 2**62),
-        "max_rows": (0, 2**62), "normalisation": ("ascii", "plain"),
+        "threads": (0, 4096), "normalisation": ("ascii", "plain"),
         "order": ("shuffle", "curriculum"),
     })
     # fmt: on
-    if -1 < filter_ratio < 0:
-        sys.exit(f"filter_ratio={filter_ratio} cannot work: it must be -1 or between 0 and 10")
     sources = find_sources()
     share = shares(sources)
-    if filter_ratio == -1 and not filter_threshold():
+    if filter_ratio < 0 and not filter_threshold():
         print("note: below 4,096 entries the paper's filter has no known threshold: all is kept")
     if "fineweb-edu" in source.lower():
         print("note: a pre-trained model chose FineWeb-Edu, which the challenge's rules exclude")

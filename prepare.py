@@ -173,7 +173,7 @@ def read_texts(path, limit=math.inf):
 
     import datasets
 
-    # What it would say of a broken file, we say at the end.
+    # What it would say of a broken file, read_documents() says.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if kind:
         options = {"path": kind, "data_files": [path]}
@@ -193,14 +193,19 @@ def read_texts(path, limit=math.inf):
 def read_documents(paths, errors, limit=math.inf):
     """The documents of every path in turn, at most about limit characters from each.
 
-    A file that cannot be read, or not to its end, is noted in errors ({path: why})."""
+    A file that cannot be read, or not to its end, is told of once and noted in errors."""
+    from tqdm import tqdm
+
     for path in paths:
         try:
             yield from read_texts(path, limit)
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
             why = f"{type(e).__name__}: {safety.first_line(e, 200)}"
             hints = [hint for word, hint in HINTS.items() if word in why]
-            errors[path] = "; ".join([why, *hints])
+            why = "; ".join([why, *hints])
+            if path not in errors:  # print() would write into the progress bar
+                tqdm.write(f"WARNING: {path} could not be read to its end: {why}")
+            errors[path] = why
 
 
 def in_turns(sources, share, errors):
@@ -208,8 +213,6 @@ def in_turns(sources, share, errors):
 
     Without weights turns are equal, and go to the others where one ends. With weights the first to
     end ends all, so that the mix is what they say."""
-    from tqdm import tqdm
-
     readers = {name: read_documents(paths, errors) for name, paths in sources.items()}
     taken = dict.fromkeys(sources, 0.0)  # characters / share
     while readers:
@@ -218,14 +221,10 @@ def in_turns(sources, share, errors):
         if text is not None:
             taken[name] += len(text) / share[name]
             yield name, text
-            continue
-        del readers[name]
-        if weights:
-            readers.clear()
-        # Told now, for the others may go on for hours; print() would write into the progress bar.
-        if name in errors:
-            then = "the others are read on" if readers else "reading ends here"
-            tqdm.write(f"WARNING: {name} broke off, {then}: {errors[name]}")
+        elif weights:
+            return
+        else:
+            del readers[name]
 
 
 def text_hash(text):
@@ -387,18 +386,16 @@ def write_data(documents, tokenizer, total, folder):
     return count
 
 
-def make_vocabulary(sources, share, folder):
+def make_vocabulary(sources, share, errors, folder):
     """(Tokenizer, texts): trained on these texts of every source; its files go into folder."""
     print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
     texts = []
     for name, paths in sources.items():
-        errors = {}  # the second reading meets them again, and tells of them
         limit = share[name] * vocab_sample_mb * 10**6 // len(paths)
         some = list(read_documents(paths, errors, limit))
-        stream_broke_off = errors and not file_kind(paths[0])
+        stream_broke_off = name in errors and not file_kind(name)
         if not some or stream_broke_off:
-            reasons = "".join(f"; {path}: {why}" for path, why in errors.items())
-            sys.exit(f"no text in {name}, or not to its end{reasons}")
+            sys.exit(f"no text in {name}, or not to its end: give other text, or try again")
         texts += some
     to_train_on = [text for text in texts if not may_be_held_out(text_hash(text))]
     train_tokenizer(to_train_on, vocab_size, normalisation, folder)
@@ -496,10 +493,8 @@ def print_summary(count, errors, goal, seconds):
     if count["kept_share"] < 0.8:
         meant = "the filter is meant for English prose"
         print(f"WARNING: less than 80 % were kept: {meant}; --filter_ratio=0 turns it off")
-    for path, why in errors.items():
-        print(f"WARNING: {path} could not be read to its end: {why}")
     if any(name.strip() in errors for name in source.split(",")):  # a stream, or the only file
-        sys.exit(f"{goal} holds what came before: use it, or delete it and run again")
+        sys.exit(f"{goal} holds what could be read: use it, or delete it and run again")
 
 
 def main():
@@ -529,10 +524,10 @@ def main():
     with safety.lock(safety.lock_file(goal)):
         partial = begin_folder(goal, wanted)
         total_bytes = sum(map(text_bytes, files)) if files == paths else math.inf
-        tokenizer, texts = make_vocabulary(sources, share, partial)
+        errors = {}  # {path: why}, of files that could not be read, or not to their end
+        tokenizer, texts = make_vocabulary(sources, share, errors, partial)
         print_estimate(texts, tokenizer, total_bytes, partial)
         del texts
-        errors = {}
         documents = encode_all(in_turns(sources, share, errors), tokenizer)
         count = write_data(documents, tokenizer, total_bytes, partial)
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}

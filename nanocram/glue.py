@@ -364,7 +364,6 @@ def write_submission(folder, runs):
 
 # The store: glue.json, {"systems": [{"system", "weights", "protocol", "machine", "runs"}, …]}.
 IDENTITY = ("system", "weights", "protocol")
-FACTS = {"task", "seed", "rows", "data", "scores", "predictions", "date", "device"}
 
 
 def read_entries(folder):
@@ -373,15 +372,8 @@ def read_entries(folder):
     if not path.exists():
         return []
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["systems"]
-        for entry in entries:
-            complete = entry.keys() >= {*IDENTITY, "runs"}
-            if not (complete and isinstance(entry["protocol"], dict)):
-                raise ValueError("a system without all of its facts")
-            if not all(run.keys() >= FACTS for run in entry["runs"]):
-                raise ValueError("a run without all of its facts")
-        return entries
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        return json.loads(path.read_text(encoding="utf-8"))["systems"]
+    except (ValueError, LookupError, TypeError) as e:
         sys.exit(f"{path} is broken ({e!r:.80}): move it away, and type the same again")
 
 
@@ -400,20 +392,14 @@ def stored_runs(folder, entry):
 
 
 def runs_by_name(folder):
-    """{name: runs} of all that is in glue.json.
+    """{name: runs} of all that is in glue.json, in its order; equal names are made different.
 
-    The second of a name is "name (2, other weights)": what differs from the first is named."""
+    A name holds every setting that is not the paper's."""
     result = {}
-    of_name = {}  # {name: what tells its systems apart, for each of them}
     for entry in read_entries(folder):
         name = entry["system"]
-        facts = {"weights": entry["weights"], **entry["protocol"]}
-        same = of_name.setdefault(name, [])
-        same.append(facts)
-        if len(same) > 1:
-            first = same[0]
-            other = [key for key in first | facts if first.get(key) != facts.get(key)]
-            name += f" ({len(same)}, other {' and '.join(other)})"
+        while name in result:
+            name += " (other weights or precision)"
         result[name] = entry["runs"]
     return result
 

@@ -727,16 +727,13 @@ def test_a_missing_package_is_no_model_that_cannot_be_loaded(monkeypatch):
         ft.hugging_face_candidate("nowhere")
 
 
-BARE_RUN = '{"systems": [{"system": "", "weights": "", "protocol": {}, "runs": [{}]}]}'
-
-
 @pytest.mark.parametrize(
     ("switches", "file", "content", "message"),
     [
         ({"max_seq_len": 64}, "", "", "takes at most 64 tokens: type --glue_seq_len=64"),
         ({}, "config.json", "{}", "is no model folder of train.py"),
         ({}, "tokenizer.json", "{}", "is not a tokenizer.json of prepare.py"),
-        ({}, "glue.json", '{"systems": [{}]}', "is broken"),
+        ({}, "glue.json", "precious", "is broken"),
         ({}, "glue.md", "my notes", "glue.md is there without a glue.json: it is not ours"),
         ({}, "cola", "my notes", "is no classifier of ours: move it away"),
         ({}, "cola/notes.txt", "my notes", "is no classifier of ours: move it away"),
@@ -744,7 +741,6 @@ BARE_RUN = '{"systems": [{"system": "", "weights": "", "protocol": {}, "runs": [
         ({}, "cola/config.json", "precious", "is no classifier of ours: move it away"),
         ({}, "cola/config.json", '{"model_type": "bert"}', "or leave out --save_models"),
         ({}, "cola/config.json", '{"nanocram": {}}', "or leave out --save_models"),
-        ({}, "glue.json", BARE_RUN, "a run without all of its facts"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_one_line(

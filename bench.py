@@ -383,4 +383,4 @@ def main():
 
 
 if __name__ == "__main__":
-    safety.run(main, "bench.py", "nothing was kept", "a smaller --micro_batch")
+    safety.run(main, "bench.py", "nothing was kept", lambda: "a smaller --micro_batch")

@@ -502,8 +502,8 @@ def main():
             glue.write_submission(folder / "submission", list(stored.values()))
         results = glue.runs_by_name(folder)
         table = glue.table(results)
+        print("", *table, *glue.footnotes(results), "", sep="\n")
         record.write_card(folder, table)
-    print("", *table, *glue.footnotes(results), "", sep="\n")
     print(f"{folder}: glue.md (this table, and each score's spread), glue.json")
     if failed:
         sys.exit("\n".join(failed))
@@ -512,4 +512,4 @@ def main():
 if __name__ == "__main__":
     size = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
     half = f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)"
-    safety.run(main, model, "the same command goes on where it stopped", half)
+    safety.run(main, model, "the same command goes on where it stopped", lambda: half)

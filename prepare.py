@@ -395,7 +395,8 @@ def make_vocabulary(sources, share, errors, folder):
         some = list(read_documents(paths, errors, limit))
         stream_broke_off = name in errors and not file_kind(name)
         if not some or stream_broke_off:
-            sys.exit(f"no text in {name}, or not to its end: give other text, or try again")
+            reason = errors.get(name, "it is empty")
+            sys.exit(f"no text in {name}, or not to its end ({reason}): give other text")
         texts += some
     to_train_on = [text for text in texts if not may_be_held_out(text_hash(text))]
     train_tokenizer(to_train_on, vocab_size, normalisation, folder)
@@ -493,6 +494,9 @@ def print_summary(count, errors, goal, seconds):
     if count["kept_share"] < 0.8:
         meant = "the filter is meant for English prose"
         print(f"WARNING: less than 80 % were kept: {meant}; --filter_ratio=0 turns it off")
+    if errors:
+        said = "sources or files were not read to their end"
+        print(f"WARNING: {len(errors)} {said}: errors in {goal}/meta.json names them")
     if any(name.strip() in errors for name in source.split(",")):  # a stream, or the only file
         sys.exit(f"{goal} holds what could be read: use it, or delete it and run again")
 
@@ -539,4 +543,4 @@ def main():
 
 if __name__ == "__main__":
     advice = "nothing finished was written, run again to start over"
-    safety.run(main, data_dir, advice, "--vocab_sample_mb=10")
+    safety.run(main, data_dir, advice, lambda: "--vocab_sample_mb=10")

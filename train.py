@@ -249,7 +249,7 @@ class Run:
             print(plan, flush=True)
         self.model = MaskedLM(config)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)  # nats, summed over a micro-batch
-        mean_places = sum(place_counts()) / len(place_counts())  # each holds for a third of a run
+        mean_places = sum(place_counts()) / len(place_counts())  # each for about a third of a run
         self.flops_per_token = self.model.flops_per_token(seq_len, mean_places)
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
         if offload:  # the model stays on the host, and what it computes goes to the device
@@ -761,7 +761,8 @@ def main():
     same_wish = state.asked_micro_batch == micro_batch  # as before the resume
     if same_wish and state.micro_batch < micro_batch:
         micro_batch = state.micro_batch
-        print(f"micro_batch={micro_batch}, since {asked_micro_batch} did not fit in memory")
+        known = f"{asked_micro_batch} did not fit in memory (another --micro_batch is tried anew)"
+        print(f"micro_batch={micro_batch}, since {known}")
     if parallel.RANK == 0:
         begin_record(run, wandb)
 
@@ -869,7 +870,16 @@ def main():
     parallel.leave()
 
 
+def less_memory():
+    """What to type where memory does not suffice."""
+    advice = ["a smaller model"]
+    if not offload:
+        advice.insert(0, "--offload=True --optimizer=adamw --lr=0.001")
+    if micro_batch > 1:
+        advice.insert(0, f"--micro_batch={micro_batch // 2}")
+    return ", or ".join(advice)
+
+
 if __name__ == "__main__":
     then = "--init=resume goes on from the last checkpoint, if there is one"
-    less = "a smaller --micro_batch, --offload=True (with --optimizer=adamw --lr=0.001)"
-    safety.run(main, out_dir, then, f"{less}, or a smaller model")
+    safety.run(main, out_dir, then, less_memory)

@@ -90,6 +90,8 @@ def objection(run, optimizer, checkpoint):
         return f"is of another model: to resume it, type {' '.join(flags)}"
     if checkpoint["data"] != run.meta["sha256"]["train.bin"]:
         return "was trained on another train.bin: name its --data_dir"
+    if checkpoint["state"].keys() != {*asdict(run.state), "elapsed"}:
+        return "is of another version of train.py: use the commit in run.json"
     wrong = misfit(checkpoint["model"], run.model.state_dict())
     wrong = wrong or optimizer_misfit(run.optimizers, checkpoint["optimizers"])
     numbers = checkpoint["scaler"] | checkpoint["state"]

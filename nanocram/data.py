@@ -70,6 +70,8 @@ class Rows:
                     f.seek(at * row_bytes)
                     parts.append(f.read(take * row_bytes))
                     start += take
+        except FileNotFoundError:
+            self.refuse("is missing")
         except OSError as e:  # which file it was, read() does not say
             raise OSError(e.errno, e.strerror, str(self.path)) from None
         content = b"".join(parts)

@@ -131,7 +131,8 @@ def read_tsv(name, split, glue_dir):
     path = official_file(name, split, glue_dir)
     if path is None:
         missing = f"{glue_dir}/{task.folder}/{split}.tsv not found"
-        sys.exit(f"{missing}: fetch it, or leave {name} out of --tasks")
+        other = "name another --glue_dir ('' is the Hub)"
+        sys.exit(f"{missing}: fetch it, {other}, or leave {name} out of --tasks")
 
     labelled = is_labelled(split)
     is_bare = task.folder == "CoLA" and labelled  # the one file without a header
@@ -139,12 +140,14 @@ def read_tsv(name, split, glue_dir):
     number_of = {name: i for i, name in enumerate(task.labels)}
     texts, labels = [], []
     open_text = gzip.open if path.suffix == ".gz" else open
-    with open_text(path, "rt", encoding="utf-8-sig", newline="") as f:
+    with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as f:
         rows = csv.DictReader(f, header, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
             for row in rows:
+                if None in row:
+                    raise ValueError("too many columns")
                 if None in row.values():
-                    # A few of QQP's rows end too soon, which the Hub has left out, too.
+                    # A few of QQP's rows end too soon; the Hub has left them out, too.
                     if labelled:
                         continue
                     raise ValueError("too few columns")

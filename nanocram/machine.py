@@ -56,6 +56,8 @@ def pick(device, dtype):
         try:
             torch.ones(1, device=device)
         except RuntimeError as e:
+            if isinstance(e, torch.OutOfMemoryError):  # another process fills it
+                raise
             reason = str(e).partition("\n")[0]
             trouble = f"torch {torch.__version__} cannot use this {torch.cuda.get_device_name()}"
             other = "if it is too old, take a build for an older CUDA from pytorch.org"

@@ -16,7 +16,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from nanocram.safety import first_line, is_out_of_memory
+from nanocram.safety import is_out_of_memory
 
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number on this machine
@@ -61,8 +61,8 @@ def add_up(tensors):
     except RuntimeError as e:
         if is_out_of_memory(e):
             raise
-        # gloo and NCCL have many words for a rank that is gone.
-        reason = first_line(e, 120)
+        # gloo and NCCL have many words for a rank that is gone; NCCL's cause comes last.
+        reason = " ".join(str(e).split())[:600]
         sys.exit(f"rank {RANK} has lost the others, start again with --init=resume: {reason}")
 
 

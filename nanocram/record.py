@@ -28,7 +28,10 @@ NEEDED = {"elapsed_s", "step", "tokens"}  # columns without which a row says not
 def read_facts(folder):
     """The dict of a folder's run.json; {} where there is none."""
     path = Path(folder) / "run.json"
-    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+    try:
+        return json.loads(path.read_text("utf-8")) if path.exists() else {}
+    except ValueError as e:
+        sys.exit(f"{path} is broken ({e!r:.80}): mend it or move it away")
 
 
 def new_folder(folder):
@@ -64,7 +67,8 @@ def resume(folder, settings, step, elapsed):
             print(f"{name} was {was!r} until now, and is {value!r} from now on")
     rows = read_log(folder)
     log = Path(folder) / "log.csv"
-    if log.exists() and not rows:
+    n_lines = len(log.read_text("utf-8-sig").splitlines()) if log.exists() else 0
+    if n_lines > 1 and not rows:
         sys.exit(f"{log} has no row under the names of its columns: mend it or move it away")
     logged = max([row["elapsed_s"] for row in rows], default=0.0)
     drop_rows_after(folder, step)
@@ -223,7 +227,7 @@ def write_card(folder, glue_table=()):
     run = read_facts(folder)
     evaluations = [row for row in read_log(folder) if "val_loss_15" in row]
     is_ours = not path.exists() or path.read_bytes().startswith(CARD_BEGIN.encode())
-    if run and evaluations and is_ours:
+    if "corpus" in run and evaluations and is_ours:
         write_text(path, card(folder, run, evaluations[-1], glue_table))
 
 

@@ -101,11 +101,11 @@ class Unbreakable:
         return getattr(self.stream, name)
 
 
-def run(main, where, then, less_memory="a smaller model"):
+def run(main, where, then, less_memory=lambda: "a smaller model"):
     """Call a script's main(); what the user or the machine does to it ends it in one line.
 
     where: what an error of the system is about if it names no file; then: how to go on after it;
-    less_memory: what to type if memory does not suffice. Defects keep their trace."""
+    less_memory(): what to type if memory does not suffice. Defects keep their trace."""
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file is written by lines
     sys.stdout = Unbreakable(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -114,13 +114,15 @@ def run(main, where, then, less_memory="a smaller model"):
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: {then}")
     except ModuleNotFoundError as e:
+        if not e.name:  # transformers' own words
+            raise
         sys.exit(f"{e.name} is missing: pip install {e.name}")
     except OSError as e:
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
-        sys.exit(f"out of memory: type {less_memory}")
+        sys.exit(f"out of memory: type {less_memory()}")
 
 
 def stop_at_signals(stop):

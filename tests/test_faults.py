@@ -219,8 +219,8 @@ def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, 
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "accumulate", lose_rows)
-        said = "No such file .*train.bin" if vanish else "train.bin is shorter than meta.json says"
-        with pytest.raises(FileNotFoundError if vanish else SystemExit, match=said):
+        said = "is missing" if vanish else "is shorter than meta.json says"
+        with pytest.raises(SystemExit, match=f"train.bin {said}: delete its folder"):
             module.main()
     assert whole(Path(train.out_dir))["step"] == 7
     put(monkeypatch, module, data_dir=str(data_dir), init="resume", max_steps=9, samples="")
@@ -337,6 +337,20 @@ def test_a_lost_run_json_is_no_reason_not_to_go_on(tmp_path, data_dir):
         assert (tmp_path / name).read_bytes() == (data_dir / name).read_bytes()
 
 
+def test_a_run_that_logged_nothing_yet_resumes_again(tmp_path):
+    """Stopped while it compiled, resumed, and stopped again: log.csv has its header alone."""
+    for _ in range(2):
+        record.resume(tmp_path, {}, step=0, elapsed=0.0)
+        record.drop_rows_after(tmp_path, 0)
+    assert (tmp_path / "log.csv").read_text().startswith("elapsed_s,step")
+    (tmp_path / "log.csv").write_text("1.0,2,3\n4.0,5,6\n")
+    with pytest.raises(SystemExit, match="no row under the names of its columns"):
+        record.resume(tmp_path, {}, step=0, elapsed=0.0)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"run.json is broken .*: mend it or move it away"):
+        record.resume(tmp_path, {}, step=0, elapsed=0.0)
+
+
 def test_what_is_lost_is_said(tmp_path, data_dir, capsys):
     out = tmp_path / "out"
     record.new_folder(out)
@@ -451,6 +465,8 @@ NAME = "model.layers.1.attn.Wq.weight"
         ),
         (lambda c: c["state"].update(step="3"), "is damaged or no checkpoint of train.py: TypeE"),
         (lambda c: c["state"].update(row=-5), "does not fit: row=-5"),
+        (lambda c: c["state"].update(rows=3), "is of another version of train.py: use the commit"),
+        (lambda c: c["state"].pop("elapsed"), "is of another version of train.py: use the commit"),
         (lambda c: c["state"].update(elapsed=float("nan")), "does not fit: elapsed=nan"),
         (lambda c: c.update(scaler={"scale": float("nan")}), "does not fit: scale=nan"),
         (lambda c: c.pop("scaler"), "is damaged or no checkpoint of train.py: KeyError"),

@@ -671,7 +671,8 @@ def test_a_missing_file_is_one_line_before_any_fine_tuning(model, glue_files, tm
     (folder / "CoLA/test.tsv").unlink()
     flags = {"glue_dir": folder, "tasks": "cola,rte", "seeds": 1, "epochs": 1}
     done = run(model, glue_files, **flags)
-    wanted = f"{folder}/RTE/train.tsv not found: fetch it, or leave rte out of --tasks"
+    other = "name another --glue_dir ('' is the Hub)"
+    wanted = f"{folder}/RTE/train.tsv not found: fetch it, {other}, or leave rte out of --tasks"
     assert done.returncode == 1 and last_line(done) == wanted
     assert not (model / "glue.json").exists()
     # A test set is missed only where it is asked for.
@@ -697,7 +698,7 @@ def test_without_the_diagnostic_set_its_answers_are_left_out(model, glue_files, 
     [
         ({"tasks": "cola,sts-b"}, "there is no task 'sts-b': choose from cola, sst2, mrpc, stsb"),
         ({"tasks": ""}, "there is no task ''"),
-        ({"glue_dir": "nowhere"}, "nowhere/CoLA/train.tsv not found: fetch it, or leave cola out"),
+        ({"glue_dir": "nowhere"}, "nowhere/CoLA/train.tsv not found: fetch it, name another"),
         ({"baseline": "random"}, "type --baseline=scratch"),
         ({"baseline": "hf:"}, "type --baseline=scratch"),
         ({"baseline": "scratch", "save_models": True}, "leave them out or --baseline"),

@@ -436,7 +436,7 @@ def graphs(device, data_dir, out_dir):
 @on("cuda", "cpu")
 def test_nothing_is_compiled_after_the_start(device, data_dir, tmp_path):
     found = answer(graphs, device, str(data_dir), str(tmp_path / "out"))
-    assert found["graphs"] == 2  # training and evaluation
+    assert found["graphs"] == 3 + 1  # training with three numbers of places, and evaluation
     assert found["breaks"] == 0
     changes = ("batch_size", "mask_rate", "evaluations", "saves")
     assert min(found[what] for what in changes) > 2

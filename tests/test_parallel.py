@@ -217,7 +217,7 @@ def test_slips_and_lost_ranks_are_one_line(train, monkeypatch):
         with pytest.raises(SystemExit) as e:
             call()
         said = "rank 0 has lost the others, start again with --init=resume"
-        assert str(e.value) == f"{said}: unhandled system error"
+        assert str(e.value) == f"{said}: unhandled system error C++ trace"
 
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -568,6 +568,24 @@ def test_a_card_without_kernels_is_one_line(train, monkeypatch):
     assert not Path(train.out_dir).exists()
 
 
+def test_a_card_that_another_process_fills_is_out_of_memory(train, monkeypatch):
+    def full(*size, **where):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", full)
+    with pytest.raises(torch.OutOfMemoryError):  # safety.run() says what to type
+        machine.pick("cuda", "float32")
+
+
+def test_advice_where_memory_runs_out(setting):
+    setting(micro_batch=48)
+    offloaded = "--offload=True --optimizer=adamw --lr=0.001"
+    assert module.less_memory() == f"--micro_batch=24, or {offloaded}, or a smaller model"
+    setting(micro_batch=1, offload=True)
+    assert module.less_memory() == "a smaller model"
+
+
 def test_git_that_hangs_does_not_hang_a_run(monkeypatch):
     def hangs(command, **how):
         if command[0] == "git":

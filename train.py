@@ -10,6 +10,7 @@ saving count, preparing the data does not. out_dir gets log.csv, run.json, loss.
 a model folder that loads in transformers, all kept current.
 
 One step, in main(): progress -> learning rate, rows, masks -> accumulate() -> update().
+"The paper" is Cramming, arXiv 2212.14034.
 """
 
 import gc
@@ -110,7 +111,7 @@ from nanocram.muon import Muon
 from nanocram.offload import Streamed, memory_plan
 from nanocram.tokenizer import Tokenizer
 
-FULL = "out of memory"
+NO_ROOM = "out of memory"
 MAX_SKIPPED = 50  # unusable steps in a row end a run; float16 needs some to find its loss scale
 RETRY_SECONDS = 60  # after a save that failed
 
@@ -127,10 +128,10 @@ def lr_scale(progress):
     if schedule == "trapezoid":
         fall = (1 - progress) / cooldown if cooldown else 1.0
         return max(0.0, min(rise, fall))
-    rest = max(0.0, (1 - progress) / (1 - warmup))  # to 0, from 1 at the end of the warm-up
+    done = max(0.0, (progress - warmup) / (1 - warmup))  # from 0, at the end of the warm-up, to 1
     if schedule == "linear":
-        return min(rise, rest)
-    return min(rise, 0.5 - 0.5 * math.cos(math.pi * min(1.0, rest)))
+        return min(rise, 1 - done)
+    return min(rise, 0.5 + 0.5 * math.cos(math.pi * done))
 
 
 def batch_rows(progress):
@@ -147,18 +148,17 @@ def mask_count(progress):
     return max(1, round(seq_len * rate))
 
 
-def place_counts():
-    """How many places of a row may be computed, ascending: three where the masking rate moves.
+def position_counts():
+    """For how many positions of a row logits may be computed: three numbers, ascending.
 
-    Each is a shape that torch compiles once. A step takes the smallest that holds its masks, so
-    that little is computed in vain."""
+    Each is a shape that torch compiles once; there is only one where the masking rate is fixed."""
     least, most = sorted((mask_count(0), mask_count(1)))
     return sorted({least + math.ceil((most - least) * i / 3) for i in (1, 2, 3)})
 
 
-def places(n_mask):
-    """How many places are computed in a row with n_mask masks."""
-    return min(count for count in place_counts() if count >= n_mask)
+def positions_for(n_mask):
+    """The smallest of them that holds n_mask masks; positions beyond these have no label."""
+    return min(count for count in position_counts() if count >= n_mask)
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Clock:
         self.earlier = 0.0  # seconds used before the resume, as the checkpoint says
         # Seconds of this process, for the report at its end.
         self.spent = {"training": 0.0, "starting": 0.0, "evaluating": 0.0, "saving": 0.0}
-        self.start()
+        self.start()  # and again before it compiles
 
     def start(self):
         self.started = time.monotonic()
@@ -205,7 +205,7 @@ class Clock:
         return self.earlier + time.monotonic() - self.started
 
     def reserve(self):
-        """Seconds to keep for the end: an evaluation, a save, the queued part of a cut step."""
+        """Seconds to keep for the end: an evaluation, a save, what of a step is queued by then."""
         state = self.state
         return 1.2 * (state.eval_seconds + state.save_seconds) + state.step_seconds
 
@@ -242,15 +242,16 @@ class Run:
         self.amp_dtype = amp_dtype  # of the matrix products; weights are float32
         self.folder = Path(out_dir)
         if offload:
-            sizes = micro_batch, seq_len, place_counts()[-1]
+            sizes = micro_batch, seq_len, position_counts()[-1]
             free = [machine.free_bytes(where) for where in (torch.device("cpu"), dev)]
             pinned = dev.type == "cuda"
             plan, sums_stay = memory_plan(config, amp_dtype, *sizes, pinned, free)
             print(plan, flush=True)
         self.model = MaskedLM(config)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)  # nats, summed over a micro-batch
-        mean_places = sum(place_counts()) / len(place_counts())  # each for about a third of a run
-        self.flops_per_token = self.model.flops_per_token(seq_len, mean_places)
+        counts = position_counts()  # each holds for about a third of a run
+        mean_positions = sum(counts) / len(counts)
+        self.flops_per_token = self.model.flops_per_token(seq_len, mean_positions)
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
         if offload:  # the model stays on the host, and what it computes goes to the device
             self.streamed = Streamed(self.model, dev, amp_dtype, sums_stay)
@@ -329,7 +330,7 @@ def batch_at(run, row, n_mask):
     drawn_from = np.random.SeedSequence((seed, row)).generate_state(1)[0]
     torch.manual_seed(int(drawn_from))  # a CPU heeds 32 bits of a seed
     shares = mask_token_share, random_token_share
-    return draw_masks(fetch(run, row), places(n_mask), n_mask, vocab_size, *shares)
+    return draw_masks(fetch(run, row), positions_for(n_mask), n_mask, vocab_size, *shares)
 
 
 def accumulate(run, n_rows, n_mask):
@@ -409,15 +410,15 @@ def compile_and_fit(run, held_out_rows):
         elif compiled:
             run.loss_fn = torch.compile(eager, dynamic=False)
         trouble = try_a_step(run, compiled, held_out_sets[15][0])
-        if parallel.anyone(trouble not in ("", FULL)):
+        if parallel.anyone(trouble not in ("", NO_ROOM)):
             why = trouble or "so another rank says"
             print(f"torch.compile does not work here, going on without it: {why}")
             compiled = False
-        elif parallel.anyone(trouble == FULL):
+        elif parallel.anyone(trouble == NO_ROOM):
             if micro_batch == 1:
                 raise MemoryError
             smaller = max(n for n in range(1, micro_batch) if micro_batch % n == 0)
-            print(f"{FULL} with micro_batch={micro_batch}: going on with {smaller}", flush=True)
+            print(f"{NO_ROOM} with micro_batch={micro_batch}: going on with {smaller}", flush=True)
             micro_batch = smaller
             # Nothing of the larger size stays, neither its rows nor what was compiled for it.
             run.fetched = {}
@@ -429,13 +430,15 @@ def compile_and_fit(run, held_out_rows):
 
 
 def try_a_step(run, compiled, held_out_batch):
-    """Rehearse a step, and leave nothing of it in memory: "", FULL, or why it does not compile."""
+    """Rehearse a step, and leave nothing of it in memory.
+
+    Returns "", NO_ROOM, or why it does not compile."""
     trouble = ""
     try:
         rehearse(run, held_out_batch)
     except Exception as e:
         if safety.is_out_of_memory(e):
-            trouble = FULL
+            trouble = NO_ROOM
         elif compiled:  # whatever inductor raises: no compiler, no Triton, a card too old
             trouble = safety.first_line(e)
         else:
@@ -464,8 +467,8 @@ def rehearse(run, held_out_batch):
     if run.device.type == "cuda":  # kernels take memory that no tensor shows, other processes too
         spare = torch.cuda.get_device_properties(run.device).total_memory // 20
         room.append(torch.empty(spare, dtype=torch.uint8, device=run.device))
-    counts = place_counts()
-    for n_mask in (counts[-1], *reversed(counts)):
+    fewest_last = position_counts()[::-1]
+    for n_mask in (fewest_last[0], *fewest_last):
         run.loss_fn(*batch_at(run, run.state.row, n_mask)).backward()
     if parallel.RANK == 0:
         held_out_loss(run, [held_out_batch])
@@ -548,7 +551,7 @@ def save(run):
         run.next_save = time.monotonic() + RETRY_SECONDS
         return False
     run.saved_steps = run.state.step - run.state.skipped
-    if run.saved_steps:  # else the next is after the first step that is applied: see save_is_due
+    if run.saved_steps > 0:  # else the next is after the first step that is applied
         run.next_save = time.monotonic() + 60 * (checkpoint_minutes or math.inf)
     run.state.save_seconds = time.monotonic() - started
     run.clock.spent["saving"] += run.state.save_seconds
@@ -739,13 +742,13 @@ def main():
     parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
-    tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
+    data = Path(data_dir)
+    tokenizer = Tokenizer(data / "tokenizer.json")
     if any(len(tokenizer.encode(sentence)) + 2 > max_seq_len for sentence in sentences()):
         sys.exit(f"samples: a sentence has more than {max_seq_len} tokens: type shorter --samples")
-    folder = Path(data_dir)
     counts = meta["counts"]
-    train_rows = Rows(folder / "train.bin", counts["rows"], seq_len, vocab_size)
-    val_rows = Rows(folder / "val.bin", counts["val_rows"], seq_len, vocab_size)
+    train_rows = Rows(data / "train.bin", counts["rows"], seq_len, vocab_size)
+    val_rows = Rows(data / "val.bin", counts["val_rows"], seq_len, vocab_size)
     held_out_rows = val_rows.read(0, min(val_rows.count, eval_rows))
 
     # The run: fresh, or from its checkpoint. One process at a time may write to out_dir.
@@ -758,8 +761,8 @@ def main():
         # until then.
         checkpoint.restore(run, optimizer)
     asked_micro_batch = micro_batch
-    same_wish = state.asked_micro_batch == micro_batch  # as before the resume
-    if same_wish and state.micro_batch < micro_batch:
+    asks_the_same = state.asked_micro_batch == micro_batch  # as before the resume
+    if asks_the_same and state.micro_batch < micro_batch:
         micro_batch = state.micro_batch
         known = f"{asked_micro_batch} did not fit in memory (another --micro_batch is tried anew)"
         print(f"micro_batch={micro_batch}, since {known}")
@@ -786,7 +789,8 @@ def main():
     # Where a larger budget has taken progress back, evaluations become due again.
     state.evals_done = min(state.evals_done, int(clock.progress() * evals))
     form = "{percentage:3.0f}%|{bar}|{postfix}"
-    bar = tqdm(total=1.0, disable=parallel.RANK > 0 or None, bar_format=form)
+    hidden = True if parallel.RANK > 0 else None  # None: where there is no terminal
+    bar = tqdm(total=1.0, disable=hidden, bar_format=form)
     foretold = False
     try:
         while True:
@@ -794,7 +798,8 @@ def main():
             if parallel.RANK == 0 and not run.stop and clock.progress() < 1:
                 number = int(clock.progress() * evals)
                 if evaluation_is_due(run, number):
-                    number_before, state.evals_done = state.evals_done, number
+                    number_before = state.evals_done
+                    state.evals_done = number
                     losses = evaluate(run, held_out_sets)
                     when = f"{clock.elapsed() / 60:7.1f} min  step {state.step:6,}"
                     both = f"{losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
@@ -835,15 +840,15 @@ def main():
                 said = f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}"
                 sys.exit(f"{said}, row {state.row}: lower the learning rate and resume")
 
-            # Tell the user.
             bar.n = progress
             bar.set_postfix_str(status(run, progress))
             if not foretold and clock.spent["training"] > 10:
                 bar.write(forecast(run, progress))
                 foretold = True
     except (SystemExit, OSError):
-        # Rows that changed or ranks that are gone (SystemExit), a disk that fails (OSError): what
-        # was learnt is kept. Weights that no step could use are not: the checkpoint before stands.
+        # Rows that changed or ranks that are gone (SystemExit), rows that a disk fails to read
+        # (OSError; save() tells of its own): what was learnt is kept. After 50 unusable steps it
+        # is not, for the weights may be ruined: the checkpoint before stands.
         if parallel.RANK == 0 and state.skipped_in_row < MAX_SKIPPED:
             save(run)
         raise

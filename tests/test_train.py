@@ -124,26 +124,26 @@ def test_ramp_never_shrinks_and_masking_never_grows(a, b):
 
 
 @given(st.floats(0.01, 0.9), st.floats(0.01, 0.9), PROGRESS)
-def test_places_hold_the_masks_in_three_sizes_at_most(rate, rate_end, progress):
+def test_positions_hold_the_masks_in_three_sizes_at_most(rate, rate_end, progress):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "mask_rate", rate)
         patch.setattr(module, "mask_rate_end", rate_end)
         n_mask = module.mask_count(progress)
         spread = abs(module.mask_count(0) - module.mask_count(1))
-        assert n_mask <= module.places(n_mask) <= n_mask + math.ceil(spread / 3)
-        seen = {module.places(module.mask_count(i / 200)) for i in range(201)}
-        assert seen == set(module.place_counts()) and len(seen) <= 3
+        assert n_mask <= module.positions_for(n_mask) <= n_mask + math.ceil(spread / 3)
+        seen = {module.positions_for(module.mask_count(i / 200)) for i in range(201)}
+        assert seen == set(module.position_counts()) and len(seen) <= 3
 
 
-def test_fewer_places_are_the_same_masks_and_the_same_loss(train, setting):
+def test_fewer_positions_are_the_same_masks_and_the_same_loss(train, setting):
     setting(zero_init=False, mask_rate=0.3, mask_rate_end=0.15, random_token_share=0.0)
     run = new_run()
     n_mask = module.mask_count(1)
     ids, positions, labels = module.batch_at(run, 0, n_mask)
-    assert positions.shape[1] == module.place_counts()[0] < module.place_counts()[-1]
+    assert positions.shape[1] == module.position_counts()[0] < module.position_counts()[-1]
     torch.manual_seed(int(np.random.SeedSequence((module.seed, 0)).generate_state(1)[0]))
     rows = run.rows.read(0, module.micro_batch)
-    with_room_for_all = draw_masks(rows, module.place_counts()[-1], n_mask, module.vocab_size)
+    with_room_for_all = draw_masks(rows, module.position_counts()[-1], n_mask, module.vocab_size)
     assert torch.equal(ids, with_room_for_all[0])
     # The mean of the plain model's loss at the masks, which are where ids and rows differ.
     masked = ids != rows
@@ -638,7 +638,7 @@ def test_a_damaged_train_bin_is_one_line(train, setting, data_dir, tmp_path):
     with pytest.raises(SystemExit, match=r"train.bin is shorter than meta.json says"):
         train.main()
     (folder / "train.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"train\.bin"):
+    with pytest.raises(SystemExit, match=r"train.bin is missing"):
         train.main()
 
 

@@ -436,7 +436,7 @@ def test_a_hub_data_set_and_files_of_ones_own(
     assert [part["read"] for part in meta["counts"]["sources"].values()] == [25, 15]
     sizes = [[str(p), p.stat().st_size] for p in sorted(two_sources.glob("b?.jsonl"))]
     assert meta["settings"]["files"] == sizes
-    with pytest.raises(SystemExit, match="no text in some/texts:half, or not to its end: give"):
+    with pytest.raises(SystemExit, match=r"no text in some/texts:half, .*BuilderConfig.*: give"):
         prepare(tmp_path / "other", f"{own},some/texts:half")
     wrong = "BuilderConfig 'half' not found. Available: ['default']; name one as NAME:CONFIG\n"
     assert wrong in capsys.readouterr().out
@@ -447,7 +447,7 @@ def test_a_stream_that_breaks_off(tmp_path, corpus, prepare, monkeypatch, capsys
     out = tmp_path / "out"
     put_on_hub(monkeypatch, texts, 300)
     dead = "WARNING: some/texts could not be read to its end: ConnectionError: the line is dead\n"
-    with pytest.raises(SystemExit, match="no text in some/texts, or not to its end: give other"):
+    with pytest.raises(SystemExit, match=r"no text in some/texts, .*: give other"):
         prepare(out, "some/texts", source_config="part")
     assert not out.exists() and capsys.readouterr().out.count(dead) == 1
 
@@ -683,7 +683,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"source": "empty.txt"}, "no text in"),
         (
             {"source": "nobody/nothing"},
-            "no text in nobody/nothing, or not to its end: give other text, or try again",
+            "no text in nobody/nothing, or not to its end (ConnectionError",
         ),
         ({"source": "short.txt"}, "the text yields only"),
         ({"source": "single.txt"}, "was held out of 1 documents (blank lines end them): type "),

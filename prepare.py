@@ -395,8 +395,9 @@ def make_vocabulary(sources, share, errors, folder):
         some = list(read_documents(paths, errors, limit))
         stream_broke_off = name in errors and not file_kind(name)
         if not some or stream_broke_off:
-            reason = errors.get(name, "it is empty")
-            sys.exit(f"no text in {name}, or not to its end ({reason}): give other text")
+            reasons = [errors[path] for path in paths if path in errors] or ["it is empty"]
+            why = "; ".join(reasons)
+            sys.exit(f"no text in {name}, or not to its end ({why}): give other text")
         texts += some
     to_train_on = [text for text in texts if not may_be_held_out(text_hash(text))]
     train_tokenizer(to_train_on, vocab_size, normalisation, folder)

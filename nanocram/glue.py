@@ -137,7 +137,7 @@ def read_tsv(name, split, glue_dir):
     labelled = is_labelled(split)
     is_bare = task.folder == "CoLA" and labelled  # the one file without a header
     header = ["source", "label", "mark", "sentence"] if is_bare else None
-    number_of = {name: i for i, name in enumerate(task.labels)}
+    number_of = {label: i for i, label in enumerate(task.labels)}
     texts, labels = [], []
     open_text = gzip.open if path.suffix == ".gz" else open
     with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as f:

@@ -55,9 +55,9 @@ def pick(device, dtype):
         # A card may be too old, or too new, for this build of torch: its first kernel fails then.
         try:
             torch.ones(1, device=device)
+        except torch.OutOfMemoryError:  # another process fills it
+            raise
         except RuntimeError as e:
-            if isinstance(e, torch.OutOfMemoryError):  # another process fills it
-                raise
             reason = str(e).partition("\n")[0]
             trouble = f"torch {torch.__version__} cannot use this {torch.cuda.get_device_name()}"
             other = "if it is too old, take a build for an older CUDA from pytorch.org"

@@ -375,7 +375,7 @@ class Classifier(nn.Module):
     """Logits from one vector of a row: head, dropout, linear.
 
     pooling: cls takes the hidden state of [CLS], mean the mean over all tokens but the padding.
-    The head is the masked language model's; a dense-tanh where that has none."""
+    The head is the masked language model's; fresh where that has none, of the same form."""
 
     def __init__(self, masked_lm, n_labels, dropout=0.1, pooling="cls"):
         super().__init__()
@@ -384,12 +384,12 @@ class Classifier(nn.Module):
         self.config = masked_lm.config
         self.pooling = pooling
         self.model = masked_lm.model
-        width = self.config.n_embd
-        init = init_weights(width)
-        pooler = nn.Sequential(nn.Linear(width, width), nn.Tanh()).apply(init)
-        self.head = masked_lm.head if self.config.head_transform else pooler
+        init = init_weights(self.config.n_embd)
+        self.head = masked_lm.head
+        if not self.config.head_transform:
+            self.head = head_transform(self.config).apply(init)
         self.drop = nn.Dropout(dropout)
-        self.classifier = nn.Linear(width, n_labels).apply(init)
+        self.classifier = nn.Linear(self.config.n_embd, n_labels).apply(init)
 
     def forward(self, ids, attention_mask=None, token_types=None):
         """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS].

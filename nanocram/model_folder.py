@@ -18,7 +18,7 @@ from nanocram.safety import first_line, write_beside, write_text
 
 # The switches that make another architecture, as ModernBERT has them.
 NATIVE = {"activation": "geglu", "position": "rope", "post_norm": False, "embedding_norm": True}
-NATIVE |= {"first_attn_norm": False, "final_norm": True, "head_transform": True, "token_types": 0}
+NATIVE |= {"first_attn_norm": False, "final_norm": True, "token_types": 0}
 
 # Our fields by ModernBERT's names, and what never changes.
 SAME = {
@@ -36,7 +36,7 @@ SAME = {
     "decoder_bias": "decoder_bias",
 }
 FIXED = {"model_type": "modernbert", "dtype": "float32", "tie_word_embeddings": True}
-FIXED |= {"hidden_activation": "gelu", "classifier_activation": "gelu", "classifier_pooling": "cls"}
+FIXED |= {"hidden_activation": "gelu", "classifier_pooling": "cls"}
 FIXED |= {"global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA}
 FIXED |= {"global_attn_every_n_layers": 1, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
 FIXED |= {"bos_token_id": 1, "eos_token_id": 2}
@@ -59,6 +59,8 @@ def folder_config(config, labels=None):
         task = "ForMaskedLM" if labels is None else "ForSequenceClassification"
         found = FIXED | {"architectures": [f"ModernBert{task}"]}
         found |= {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
+        transforms = config.head_transform or labels is not None  # a Classifier always does
+        found["classifier_activation"] = "gelu" if transforms else "linear"
     if labels is not None:
         names = labels or ("LABEL_0",)
         found["id2label"] = dict(enumerate(names))
@@ -76,7 +78,41 @@ def to_folder_keys(state, config):
     for key in [key for key in state if ".attn.Wq." in key]:
         parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
         state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
+    if "head.dense.weight" not in state:
+        for key in [key for key in state if key.startswith("model.final_norm.")]:
+            state[key.replace("model.final_norm", "head.norm")] = state[key]
+        state |= passing_head(config)
     return state
+
+
+def from_folder_keys(state, config, names):
+    """The inverse of to_folder_keys(): a state dict with the names of ours."""
+    for key in [key for key in state if ".attn.Wqkv." in key]:
+        for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
+            state[key.replace("Wqkv", name)] = part
+    if "head.dense.weight" in state and "head.dense.weight" not in names:
+        for key, tensor in passing_head(config).items():
+            if not torch.equal(state.pop(key), tensor):
+                raise ValueError(f"{key} was trained by others, and head_transform is False")
+        for key in [key for key in state if key.startswith("head.norm.")]:
+            state[key.replace("head.norm", "model.final_norm")] = state.pop(key)
+    if "decoder.weight" in names:
+        state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
+    return state
+
+
+def passing_head(config):
+    """Weights of a ModernBERT that has a head, as all do, for a model that has none of its own.
+
+    The head is a dense layer, here the identity, and a norm, which changes what is normed by no
+    more than norm_eps / 2 of it. So the weights of our final norm are the head's, theirs is 1."""
+    width = config.n_embd
+    passing = {"head.dense.weight": torch.eye(width), "model.final_norm.weight": torch.ones(width)}
+    if config.linear_bias:
+        passing["head.dense.bias"] = torch.zeros(width)
+    if config.norm_bias:
+        passing["model.final_norm.bias"] = torch.zeros(width)
+    return passing
 
 
 def save(model, folder, labels=None):
@@ -124,16 +160,11 @@ def load(folder, device="cpu"):
         if "id2label" in config:
             pooling = config.get("classifier_pooling", "cls")
             model = Classifier(model, len(config["id2label"]), pooling=pooling)
-        wrong = misfit(state, to_folder_keys(model.state_dict(), model.config))
+        ours = model.state_dict()
+        wrong = misfit(state, to_folder_keys(ours, model.config))
         if wrong:
             raise ValueError(wrong)
-        # Back from the names of to_folder_keys().
-        for key in [key for key in state if ".attn.Wqkv." in key]:
-            for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
-                state[key.replace("Wqkv", name)] = part
-        if isinstance(model, MaskedLM):
-            state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
-        model.load_state_dict(state)
+        model.load_state_dict(from_folder_keys(state, model.config, ours))
     except Exception as e:  # there are many ways to be broken
         why = f"name the out_dir of a run ({type(e).__name__}: {first_line(e)})"
         raise ValueError(f"{folder} is no model folder of train.py: {why}") from None

@@ -96,6 +96,8 @@ def test_flops_agree_with_torchs_own_counter(n_narrow):
         {},
         {"linear_bias": True, "norm_bias": True},
         {"decoder_bias": False, "norm_eps": 1e-3},
+        {"head_transform": False},
+        {"head_transform": False, "linear_bias": True, "norm_bias": True},
     ],
 )
 def test_the_folder_is_a_modernbert(tmp_path, switches):
@@ -123,6 +125,31 @@ def test_the_classifier_is_modernberts(tmp_path):
     ids, mask = batch()
     with torch.no_grad():
         assert torch.allclose(ours(ids, mask), theirs(ids, attention_mask=mask).logits, atol=1e-5)
+
+
+def test_a_model_without_head_transform_goes_to_transformers_and_back(tmp_path):
+    """Its classifier has a head of its own; what others train of the passing head is not lost."""
+    model = random_model(head_transform=False)
+    ours = Classifier(model, 3).eval()
+    save(ours, tmp_path / "classifier", ("a", "b", "c"))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "classifier"
+    )
+    again = load(tmp_path / "classifier")
+    ids, mask = batch()
+    with torch.no_grad():
+        wanted = ours(ids, mask)
+        assert torch.allclose(theirs(ids, attention_mask=mask).logits, wanted, atol=1e-5)
+        assert torch.equal(again(ids, mask), wanted)
+    save(model, tmp_path / "mlm")
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "mlm")
+    theirs.save_pretrained(tmp_path / "again")
+    assert torch.equal(load(tmp_path / "again")(ids), model(ids))
+    with torch.no_grad():
+        theirs.head.dense.weight[0, 1] = 0.5
+    theirs.save_pretrained(tmp_path / "trained")
+    with pytest.raises(ValueError, match=r"head\.dense\.weight was trained"):
+        load(tmp_path / "trained")
 
 
 def test_a_classifier_that_takes_the_mean_is_modernberts_too(tmp_path):
@@ -451,10 +478,7 @@ def test_save_and_load_any_architecture(tmp_path_factory, config):
 def test_what_is_native_is_said():
     assert not_native(ModelConfig()) == ""
     assert not_native(ModelConfig(activation="relu2")) == "activation=relu2"
-    assert (
-        not_native(ModelConfig(**CRAMMED))
-        == "position=sinusoidal, first_attn_norm=True, head_transform=False"
-    )
+    assert not_native(ModelConfig(**CRAMMED)) == "position=sinusoidal, first_attn_norm=True"
 
 
 def test_broken_folders_and_impossible_sizes_are_one_line(tmp_path):

@@ -220,9 +220,11 @@ class Rival:
 
 
 def rivals(dev, amp_dtype):
-    """The models of a comparison: a ModernBERT of ours with the sizes that are set, first."""
+    """The models of a comparison: a ModernBERT of ours with the sizes that are set, first.
+
+    It has a head transform, which theirs compute too."""
     sizes = ("vocab_size", "max_seq_len", "n_layer", "n_head", "n_embd", "n_inner")
-    native = ModelConfig(**{name: getattr(train, name) for name in sizes})
+    native = ModelConfig(**{name: getattr(train, name) for name in sizes}, head_transform=True)
     if train.offload:
         yield from offload_rivals(native, dev, amp_dtype)
         return

@@ -40,7 +40,7 @@ class ModelConfig:
     embedding_norm: bool = True
     first_attn_norm: bool = False
     final_norm: bool = True
-    head_transform: bool = True
+    head_transform: bool = False
     linear_bias: bool = False
     norm_bias: bool = False
     decoder_bias: bool = True

@@ -26,6 +26,7 @@ position = "learned"
 token_types = 2
 post_norm = True
 final_norm = False
+head_transform = True
 linear_bias = True
 norm_bias = True
 norm_eps = 1e-12

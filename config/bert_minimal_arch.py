@@ -19,6 +19,7 @@ position = "learned"
 max_seq_len = 128
 first_attn_norm = True
 final_norm = False
+head_transform = True
 linear_bias = True
 norm_bias = True
 norm_eps = 1e-12

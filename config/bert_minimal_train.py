@@ -15,7 +15,6 @@ order = "curriculum"
 position = "sinusoidal"
 max_seq_len = 128
 first_attn_norm = True
-head_transform = False
 norm_bias = True
 decoder_bias = False
 norm_eps = 1e-12

@@ -16,12 +16,11 @@ source = "monology/pile-uncopyrighted"
 source_config = ""
 max_rows = 43166767
 order = "curriculum"
-# architecture: scaled sinusoidal positions, pre-norm with biases in the norms alone, no head
-# transform, no decoder bias
+# architecture: scaled sinusoidal positions, pre-norm with biases in the norms alone, no decoder
+# bias
 position = "sinusoidal"
 max_seq_len = 128
 first_attn_norm = True
-head_transform = False
 norm_bias = True
 decoder_bias = False
 norm_eps = 1e-12

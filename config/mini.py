@@ -17,6 +17,7 @@ n_layer = 4
 n_head = 2
 n_embd = 128
 n_inner = 256
+head_transform = True
 zero_init = False
 micro_batch = 32
 batch_size = 64

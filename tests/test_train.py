@@ -165,9 +165,8 @@ def test_no_ramp(setting):
 
 
 def small():
-    return MaskedLM(
-        ModelConfig(vocab_size=90, n_layer=2, n_head=2, n_embd=16, n_inner=24, norm_bias=True)
-    )
+    sizes = {"vocab_size": 90, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_inner": 24}
+    return MaskedLM(ModelConfig(**sizes, norm_bias=True, head_transform=True))
 
 
 def test_muon_gets_the_blocks_matrices_and_nothing_else_decays_but_tables(setting):

@@ -127,8 +127,8 @@ def test_the_model_folder_loads_in_transformers(finished):
 
 @pytest.mark.parametrize("length", [20, 128, 512])
 def test_pairs_and_long_texts_in_transformers(finished, texts, length):
-    """Padded batches of pairs of real prose: hidden states, and the classifier, fresh but for the
-    head it shares."""
+    """Padded batches of pairs of real prose: hidden states, but for the final norm's weights, which
+    its head has; logits; and the classifier, fresh but for that head."""
     out, _ = finished
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     pairs = [(texts[i][: 40 * i + 60], texts[i + 9][:3000]) for i in range(4)]
@@ -147,11 +147,13 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
         out, output_loading_info=True
     )
     assert set(report["missing_keys"]) == {"classifier.weight", "classifier.bias"}
-    assert torch.equal(classifier.head.dense.weight, ours.head.dense.weight)
+    scale = ours.model.final_norm.weight
+    assert torch.equal(classifier.head.norm.weight, scale) and not (scale == 1).all()
+    assert torch.equal(classifier.head.dense.weight, torch.eye(len(scale)))
     with torch.no_grad():
         hidden, expected = (
             ours.model(batch["input_ids"], batch["attention_mask"]),
-            theirs(**batch).last_hidden_state,
+            theirs(**batch).last_hidden_state * scale,
         )
         logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"])
         expected_logits = transformers.AutoModelForMaskedLM.from_pretrained(out)(**batch).logits
@@ -160,7 +162,8 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
 
 
 def test_sentence_transformers_wraps_it(finished):
-    """The README's line gives the mean of our last hidden states over the tokens of each text."""
+    """The documented line gives the mean of our last hidden states over the tokens of each text,
+    but for the final norm's weights."""
     st = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
     texts, out = ["once upon a time there was a king", "no"], finished[0]
     tokenizer, ours = transformers.AutoTokenizer.from_pretrained(out), load(out)
@@ -169,9 +172,8 @@ def test_sentence_transformers_wraps_it(finished):
             ours.model(tokenizer(text, return_tensors="pt")["input_ids"])[0].mean(0).numpy()
             for text in texts
         ]
-    assert np.allclose(
-        st.SentenceTransformer(str(out), device="cpu").encode(texts), means, atol=1e-5
-    )
+    found = st.SentenceTransformer(str(out), device="cpu").encode(texts)
+    assert np.allclose(found * ours.model.final_norm.weight.detach().numpy(), means, atol=1e-5)
 
 
 def weights(out):

@@ -18,7 +18,7 @@ micro_batch = 32
 batch_size = 32
 batch_start = 32
 # What wins in so few steps is not what train.py's defaults have, which are for a GPU's day: see
-# results/README.md. With a head transform 1,000 steps of 4,096 tokens ended at 3.97 with these lines,
+# results/README.md. With a head transform, these lines ended 1,000 steps of 4,096 tokens at 3.97,
 # with lr 0.006 at 4.00, and with that, train.py's masks and its zero_init at 4.09.
 zero_init = False
 mask_rate = 0.25

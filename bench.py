@@ -220,16 +220,15 @@ class Rival:
 
 
 def rivals(dev, amp_dtype):
-    """The models of a comparison: a ModernBERT of ours with the sizes that are set, first.
-
-    It has a head transform, which theirs compute too."""
+    """The models of a comparison: a ModernBERT of ours with the sizes that are set, first."""
     sizes = ("vocab_size", "max_seq_len", "n_layer", "n_head", "n_embd", "n_inner")
-    native = ModelConfig(**{name: getattr(train, name) for name in sizes}, head_transform=True)
+    native = ModelConfig(**{name: getattr(train, name) for name in sizes})
     if train.offload:
         yield from offload_rivals(native, dev, amp_dtype)
         return
     import transformers as hf
 
+    native.head_transform = True  # theirs always compute one
     model = MaskedLM(native).to(dev)
     yield Rival("nanocram, a ModernBERT", model, mean_loss(model, dev, amp_dtype))
 
@@ -359,7 +358,7 @@ def main():
     print(f"machine      {facts['device']}, {versions}")
     n_parameters = sum(weight.numel() for weight in run.weights.values())
     mflop = run.flops_per_token / 1e6
-    print(f"model        {n_parameters:,} parameters, {mflop:,.1f} MFLOP a token")
+    print(f"model        {n_parameters:,} parameters, {mflop:,.2f} MFLOP a token")
 
     step_seconds, n_micro = measure_speed(run)
     update_seconds = measure_parts(run)

@@ -10,7 +10,7 @@ Shapes: B rows of T tokens, K of them asked for; C channels in H heads of D; V v
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -381,12 +381,12 @@ class Classifier(nn.Module):
         super().__init__()
         if pooling not in ("cls", "mean"):
             raise ValueError(f"pooling={pooling} is unknown: choose cls or mean")
-        self.config = masked_lm.config
+        self.config = replace(masked_lm.config, head_transform=True)
         self.pooling = pooling
         self.model = masked_lm.model
         init = init_weights(self.config.n_embd)
         self.head = masked_lm.head
-        if not self.config.head_transform:
+        if not masked_lm.config.head_transform:
             self.head = head_transform(self.config).apply(init)
         self.drop = nn.Dropout(dropout)
         self.classifier = nn.Linear(self.config.n_embd, n_labels).apply(init)

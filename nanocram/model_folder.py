@@ -59,8 +59,7 @@ def folder_config(config, labels=None):
         task = "ForMaskedLM" if labels is None else "ForSequenceClassification"
         found = FIXED | {"architectures": [f"ModernBert{task}"]}
         found |= {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
-        transforms = config.head_transform or labels is not None  # a Classifier always does
-        found["classifier_activation"] = "gelu" if transforms else "linear"
+        found["classifier_activation"] = "gelu" if config.head_transform else "linear"
     if labels is not None:
         names = labels or ("LABEL_0",)
         found["id2label"] = dict(enumerate(names))
@@ -78,34 +77,37 @@ def to_folder_keys(state, config):
     for key in [key for key in state if ".attn.Wq." in key]:
         parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
         state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
-    if "head.dense.weight" not in state:
+    if not config.head_transform:
         for key in [key for key in state if key.startswith("model.final_norm.")]:
             state[key.replace("model.final_norm", "head.norm")] = state[key]
         state |= passing_head(config)
     return state
 
 
-def from_folder_keys(state, config, names):
-    """The inverse of to_folder_keys(): a state dict with the names of ours."""
+def from_folder_keys(state, config):
+    """The inverse of to_folder_keys(), but for the decoder's matrix, which has two names.
+
+    Raises ValueError where others have trained the head that passes all through."""
+    if not_native(config):
+        return state
     for key in [key for key in state if ".attn.Wqkv." in key]:
         for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
             state[key.replace("Wqkv", name)] = part
-    if "head.dense.weight" in state and "head.dense.weight" not in names:
+    if not config.head_transform:
         for key, tensor in passing_head(config).items():
             if not torch.equal(state.pop(key), tensor):
-                raise ValueError(f"{key} was trained by others, and head_transform is False")
+                raise ValueError(f"{key} was trained elsewhere; try --baseline=hf:FOLDER")
         for key in [key for key in state if key.startswith("head.norm.")]:
             state[key.replace("head.norm", "model.final_norm")] = state.pop(key)
-    if "decoder.weight" in names:
-        state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
     return state
 
 
 def passing_head(config):
     """Weights of a ModernBERT that has a head, as all do, for a model that has none of its own.
 
-    The head is a dense layer, here the identity, and a norm, which changes what is normed by no
-    more than norm_eps / 2 of it. So the weights of our final norm are the head's, theirs is 1."""
+    It is a dense layer, here the identity, and a norm, which has the weights of our final norm; the
+    final norm of the ModernBERT has none. To norm twice is to norm once, but for norm_eps / 2 of it
+    where the variance is 1 or more."""
     width = config.n_embd
     passing = {"head.dense.weight": torch.eye(width), "model.final_norm.weight": torch.ones(width)}
     if config.linear_bias:
@@ -157,14 +159,18 @@ def load(folder, device="cpu"):
         config = json.loads((Path(folder) / "config.json").read_text())
         state = load_file(Path(folder) / "model.safetensors")
         model = MaskedLM(ModelConfig(**config["nanocram"]))
+        if "id2label" in config and not model.config.head_transform:
+            raise ValueError("a classifier of transformers' making; try --baseline=hf:FOLDER")
         if "id2label" in config:
             pooling = config.get("classifier_pooling", "cls")
             model = Classifier(model, len(config["id2label"]), pooling=pooling)
-        ours = model.state_dict()
-        wrong = misfit(state, to_folder_keys(ours, model.config))
+        wrong = misfit(state, to_folder_keys(model.state_dict(), model.config))
         if wrong:
             raise ValueError(wrong)
-        model.load_state_dict(from_folder_keys(state, model.config, ours))
+        state = from_folder_keys(state, model.config)
+        if isinstance(model, MaskedLM):
+            state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
+        model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
         why = f"name the out_dir of a run ({type(e).__name__}: {first_line(e)})"
         raise ValueError(f"{folder} is no model folder of train.py: {why}") from None

@@ -99,6 +99,7 @@ def test_flops_agree_with_torchs_own_counter(n_narrow):
         {"decoder_bias": False},
         {"head_transform": True},
         {"head_transform": True, "linear_bias": True, "norm_bias": True, "norm_eps": 1e-3},
+        {"norm_eps": 1e-3},  # twice, where a head passes all through
     ],
 )
 def test_the_folder_is_a_modernbert(tmp_path, switches):
@@ -112,7 +113,8 @@ def test_the_folder_is_a_modernbert(tmp_path, switches):
     ids, mask = batch()
     with torch.no_grad():
         ours, theirs = model(ids, attention_mask=mask), theirs(ids, attention_mask=mask).logits
-    assert (ours - theirs)[mask.bool()].abs().max() < 1e-5 * ours.abs().max()
+    tolerance = max(1e-5, 0 if model.config.head_transform else model.config.norm_eps)
+    assert (ours - theirs)[mask.bool()].abs().max() < tolerance * ours.abs().max()
 
 
 def test_the_classifier_is_modernberts(tmp_path):
@@ -128,29 +130,39 @@ def test_the_classifier_is_modernberts(tmp_path):
         assert torch.allclose(ours(ids, mask), theirs(ids, attention_mask=mask).logits, atol=1e-5)
 
 
-def test_a_model_without_head_transform_goes_to_transformers_and_back(tmp_path):
-    """Its classifier has a head of its own; what others train of the passing head is not lost."""
-    model = random_model()
-    ours = Classifier(model, 3).eval()
-    save(ours, tmp_path / "classifier", ("a", "b", "c"))
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "classifier"
-    )
-    again = load(tmp_path / "classifier")
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_fresh_head_goes_to_transformers_and_back(tmp_path, biases):
+    """That of the classifier of a model without head transform."""
+    ours = Classifier(random_model(linear_bias=biases, norm_bias=biases), 3).eval()
+    with torch.no_grad():
+        for p in ours.head.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    save(ours, tmp_path, ("a", "b", "c"))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     ids, mask = batch()
     with torch.no_grad():
         wanted = ours(ids, mask)
         assert torch.allclose(theirs(ids, attention_mask=mask).logits, wanted, atol=1e-5)
-        assert torch.equal(again(ids, mask), wanted)
-    save(model, tmp_path / "mlm")
-    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "mlm")
+        assert torch.equal(load(tmp_path)(ids, mask), wanted)
+
+
+def test_what_transformers_made_of_a_model_without_head_transform(tmp_path):
+    """Saved as it was, it comes back; trained further, or as a classifier, it is refused."""
+    model = random_model()
+    save(model, tmp_path / "ours")
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "again")
+    ids, _ = batch()
     assert torch.equal(load(tmp_path / "again")(ids), model(ids))
     with torch.no_grad():
         theirs.head.dense.weight[0, 1] = 0.5
     theirs.save_pretrained(tmp_path / "trained")
-    with pytest.raises(ValueError, match=r"head\.dense\.weight was trained"):
+    with pytest.raises(ValueError, match=r"head\.dense\.weight was trained elsewhere"):
         load(tmp_path / "trained")
+    kind = transformers.AutoModelForSequenceClassification
+    kind.from_pretrained(tmp_path / "ours", num_labels=3).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ValueError, match="a classifier of transformers' making"):
+        load(tmp_path / "classifier")
 
 
 def test_a_classifier_that_takes_the_mean_is_modernberts_too(tmp_path):

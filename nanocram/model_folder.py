@@ -80,21 +80,17 @@ def to_folder_keys(state, config):
     if not config.head_transform:
         for key in [key for key in state if key.startswith("model.final_norm.")]:
             state[key.replace("model.final_norm", "head.norm")] = state[key]
-        state |= passing_head(config)
+        state |= identity_head(config)
     return state
 
 
 def from_folder_keys(state, config):
-    """The inverse of to_folder_keys(), but for the decoder's matrix, which has two names.
-
-    Raises ValueError where others have trained the head that passes all through."""
-    if not_native(config):
-        return state
+    """The inverse of to_folder_keys(); raises ValueError if an identity_head() was trained."""
     for key in [key for key in state if ".attn.Wqkv." in key]:
         for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
             state[key.replace("Wqkv", name)] = part
-    if not config.head_transform:
-        for key, tensor in passing_head(config).items():
+    if not (config.head_transform or not_native(config)):
+        for key, tensor in identity_head(config).items():
             if not torch.equal(state.pop(key), tensor):
                 raise ValueError(f"{key} was trained elsewhere; try --baseline=hf:FOLDER")
         for key in [key for key in state if key.startswith("head.norm.")]:
@@ -102,19 +98,19 @@ def from_folder_keys(state, config):
     return state
 
 
-def passing_head(config):
-    """Weights of a ModernBERT that has a head, as all do, for a model that has none of its own.
+def identity_head(config):
+    """What a ModernBERT has besides, since it always has a head, where our model has none.
 
-    It is a dense layer, here the identity, and a norm, which has the weights of our final norm; the
-    final norm of the ModernBERT has none. To norm twice is to norm once, but for norm_eps / 2 of it
-    where the variance is 1 or more."""
+    Its dense layer is the identity. Its norm has the weights of our final norm, its own final norm
+    has ones. To norm twice is to norm once, but for norm_eps / 2 of it where the variance is 1 or
+    more."""
     width = config.n_embd
-    passing = {"head.dense.weight": torch.eye(width), "model.final_norm.weight": torch.ones(width)}
+    weights = {"head.dense.weight": torch.eye(width), "model.final_norm.weight": torch.ones(width)}
     if config.linear_bias:
-        passing["head.dense.bias"] = torch.zeros(width)
+        weights["head.dense.bias"] = torch.zeros(width)
     if config.norm_bias:
-        passing["model.final_norm.bias"] = torch.zeros(width)
-    return passing
+        weights["model.final_norm.bias"] = torch.zeros(width)
+    return weights
 
 
 def save(model, folder, labels=None):
@@ -159,9 +155,9 @@ def load(folder, device="cpu"):
         config = json.loads((Path(folder) / "config.json").read_text())
         state = load_file(Path(folder) / "model.safetensors")
         model = MaskedLM(ModelConfig(**config["nanocram"]))
-        if "id2label" in config and not model.config.head_transform:
-            raise ValueError("a classifier of transformers' making; try --baseline=hf:FOLDER")
         if "id2label" in config:
+            if not model.config.head_transform:
+                raise ValueError("a classifier of transformers' making; try --baseline=hf:FOLDER")
             pooling = config.get("classifier_pooling", "cls")
             model = Classifier(model, len(config["id2label"]), pooling=pooling)
         wrong = misfit(state, to_folder_keys(model.state_dict(), model.config))

@@ -99,7 +99,7 @@ def test_flops_agree_with_torchs_own_counter(n_narrow):
         {"decoder_bias": False},
         {"head_transform": True},
         {"head_transform": True, "linear_bias": True, "norm_bias": True, "norm_eps": 1e-3},
-        {"norm_eps": 1e-3},  # twice, where a head passes all through
+        {"norm_eps": 1e-3},  # it counts twice beside an identity
     ],
 )
 def test_the_folder_is_a_modernbert(tmp_path, switches):

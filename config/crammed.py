@@ -16,8 +16,7 @@ source = "monology/pile-uncopyrighted"
 source_config = ""
 max_rows = 43166767
 order = "curriculum"
-# architecture: scaled sinusoidal positions, pre-norm with biases in the norms alone, no decoder
-# bias
+# architecture: scaled sinusoidal positions, norms before the blocks, biases in the norms alone
 position = "sinusoidal"
 max_seq_len = 128
 first_attn_norm = True

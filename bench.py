@@ -375,7 +375,7 @@ def main():
     if profile:
         print_dearest(run)
     if compare:
-        batch = train.batch_at(run, 0, train.position_counts()[-1])
+        batch = train.batch_at(run, 0, train.padded_mask_counts()[-1])
         dev, amp_dtype = run.device, run.amp_dtype
         del run  # and its memory: an offloaded model goes round in a circle
         gc.collect()

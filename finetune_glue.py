@@ -83,7 +83,7 @@ class Candidate:
     name: str
     weights: str  # fingerprint of all that fine-tuning starts from
     encode: Callable  # [(sentence,) or (first, second), …] -> rows: (ids, length of the first)
-    build: Callable  # number of outputs -> module: (ids, attention_mask, token_types) -> outputs
+    build: Callable  # number of outputs -> module: (ids, attention_mask, token_type_ids) -> outputs
     pad: int
     two_types: bool  # whether token types tell the first sentence from the second
     batch: int
@@ -150,9 +150,9 @@ class HuggingFace(nn.Module):
         # An old head may have had other labels.
         self.model, self.info = Auto.from_pretrained(name, ignore_mismatched_sizes=True, **options)
 
-    def forward(self, ids, attention_mask, token_types):
+    def forward(self, ids, attention_mask, token_type_ids):
         mask = None if attention_mask is None else attention_mask.long()
-        types = {} if token_types is None else {"token_type_ids": token_types}
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         return self.model(input_ids=ids, attention_mask=mask, **types).logits
 
 

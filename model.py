@@ -120,7 +120,7 @@ class Embeddings(nn.Module):
         self.norm = layer_norm(config) if config.embedding_norm else nn.Identity()
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, ids, token_types=None):
+    def forward(self, ids, token_type_ids=None):
         T = ids.shape[1]
         x = self.tok_embeddings(ids)  # (B, T, C)
         if self.position == "learned":
@@ -128,8 +128,9 @@ class Embeddings(nn.Module):
         elif self.position == "sinusoidal":
             x = x + self.position_scale * self.position_table[:T]
         if self.token_types:
-            token_types = torch.zeros_like(ids) if token_types is None else token_types
-            x = x + self.type_embeddings(token_types)
+            if token_type_ids is None:
+                token_type_ids = torch.zeros_like(ids)
+            x = x + self.type_embeddings(token_type_ids)
         return self.drop(self.norm(x))
 
 
@@ -153,19 +154,21 @@ class Attention(nn.Module):
         B, T, C = x.shape
         return x.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
 
-    def forward(self, x, source, rope, mask, positions):
-        """Vectors x (B, K, C), from positions (B, K) of a row, look at all of source (B, T, C).
+    def forward(self, x, rope, mask, context, positions):
+        """Vectors x (B, K, C), from positions (B, K) of a row, attend to context (B, T, C).
 
         positions None: x is at all T positions. rope: cos and sin (T, D) in the dtype of queries,
         or None. mask (B, 1, 1, T), added to the scores: 0, or −inf at padding; or None."""
         q = self.heads(self.Wq(x))  # (B, H, K, D)
-        k = self.heads(self.Wk(source))  # (B, H, T, D)
-        v = self.heads(self.Wv(source))
+        k = self.heads(self.Wk(context))  # (B, H, T, D)
+        v = self.heads(self.Wv(context))
         if rope is not None:
             cos, sin = rope
             k = rotate(k, cos, sin)
-            at = slice(None) if positions is None else positions[:, None]  # (B, 1, K)
-            q = rotate(q, cos[at], sin[at])
+            if positions is not None:
+                positions = positions[:, None]  # (B, 1, K): the same for every head
+                cos, sin = cos[positions], sin[positions]  # (B, 1, K, D)
+            q = rotate(q, cos, sin)
         # On a CPU attention takes half the time in float32, forward and backward (AVX512-BF16);
         # autocast would take it back to bfloat16.
         if q.is_cpu:
@@ -214,22 +217,24 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, mask, source=None, positions=None):
-        """x (B, T, C) looks at itself; with a source (B, T, C), x (B, K, C) looks at that.
+    def forward(self, x, rope, mask, context=None, positions=None):
+        """x (B, T, C) attends to itself; with a context (B, T, C), x (B, K, C) attends to that.
 
         x is then at positions (B, K). Neither has gone through this block's norm yet."""
         if self.post_norm:
-            source = x if source is None else source
-            x = self.attn_norm(x + self.drop(self.attn(x, source, rope, mask, positions)))
+            context = x if context is None else context
+            x = self.attn_norm(x + self.drop(self.attn(x, rope, mask, context, positions)))
             return self.mlp_norm(x + self.drop(self.mlp(x)))
         normed = self.attn_norm(x)
-        source = normed if source is None else self.attn_norm(source)
-        x = x + self.drop(self.attn(normed, source, rope, mask, positions))
+        context = normed if context is None else self.attn_norm(context)
+        x = x + self.drop(self.attn(normed, rope, mask, context, positions))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
 def additive_mask(attention_mask, dtype):
-    """(B, 1, 1, T), added to the scores: 0, or −inf at padding: attention_mask (B, T) is 0."""
+    """attention_mask (B, T), 0 at padding, as what SDPA adds to scores: (B, 1, 1, T).
+
+    That is 0 at tokens and −inf at padding."""
     padding = ~attention_mask.bool()[:, None, None]
     return torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
 
@@ -255,8 +260,8 @@ class Encoder(nn.Module):
             self.register_buffer("rope_cos", angles.cos(), persistent=False)
             self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
-    def forward(self, ids, attention_mask=None, token_types=None, positions=None):
-        x = self.embeddings(ids, token_types)  # (B, T, C)
+    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
+        x = self.embeddings(ids, token_type_ids)  # (B, T, C)
         # The tables turn queries and keys, the mask is added to scores: each is cast to their dtype
         # once, here, for every block would do it anew.
         device = x.device.type
@@ -273,11 +278,11 @@ class Encoder(nn.Module):
             mask = additive_mask(attention_mask, score_dtype)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, mask)
-        source = x
+        context = x
         if positions is not None:
             x = gather_positions(x, positions)  # (B, K, C)
         for layer in self.layers[self.n_full :]:
-            x = layer(x, rope, mask, source, positions)
+            x = layer(x, rope, mask, context, positions)
         return self.final_norm(x)
 
 
@@ -321,9 +326,9 @@ class MaskedLM(nn.Module):
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
 
-    def forward(self, ids, positions=None, attention_mask=None, token_types=None):
+    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without."""
-        hidden = self.model(ids, attention_mask, token_types, positions)
+        hidden = self.model(ids, positions, attention_mask, token_type_ids)
         return self.decoder(self.head(hidden))
 
     def flops_per_token(self, seq_len, n_predicted):
@@ -391,15 +396,15 @@ class Classifier(nn.Module):
         self.drop = nn.Dropout(dropout)
         self.classifier = nn.Linear(self.config.n_embd, n_labels).apply(init)
 
-    def forward(self, ids, attention_mask=None, token_types=None):
+    def forward(self, ids, attention_mask=None, token_type_ids=None):
         """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS].
 
         attention_mask (B, T) is 1 at real tokens, 0 at padding."""
         if self.pooling == "cls":
             cls = torch.zeros_like(ids[:, :1])  # its position in each row
-            pooled = self.model(ids, attention_mask, token_types, cls)[:, 0]  # (B, C)
+            pooled = self.model(ids, cls, attention_mask, token_type_ids)[:, 0]  # (B, C)
         else:
-            hidden = self.model(ids, attention_mask, token_types)  # (B, T, C)
+            hidden = self.model(ids, None, attention_mask, token_type_ids)  # (B, T, C)
             real = torch.ones_like(ids) if attention_mask is None else attention_mask
             real = real[..., None].to(hidden.dtype)  # (B, T, 1)
             pooled = (hidden * real).sum(1) / real.sum(1)

@@ -60,7 +60,7 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes later on
 n_layer = 16
-n_narrow = 0                    # layers at the end that compute predicted tokens alone; 0 as 1
+n_narrow = 0                    # last layers that compute predicted tokens alone; 0 acts as 1
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, behind the gate
@@ -84,7 +84,7 @@ dtype = "auto"                  # auto | bfloat16 | float16 | float32: of matrix
 compile = True                  # torch.compile; off where it cannot
 offload = False                 # keep weights, gradients and optimiser state in host memory
 # the record
-evals = 20                      # evaluations over the run, evenly spread, besides the last
+evals = 20                      # evaluations, evenly spread from the start on, and one at the end
 eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per row of log.csv
 checkpoint_minutes = 10.0       # between checkpoints; 0 = at the beginning and the end only
@@ -111,7 +111,7 @@ from nanocram.muon import Muon
 from nanocram.offload import Streamed, memory_plan
 from nanocram.tokenizer import Tokenizer
 
-NO_ROOM = "out of memory"
+OUT_OF_MEMORY = "out of memory"
 MAX_SKIPPED = 50  # unusable steps in a row end a run; float16 needs some to find its loss scale
 RETRY_SECONDS = 60  # after a save that failed
 
@@ -148,17 +148,18 @@ def mask_count(progress):
     return max(1, round(seq_len * rate))
 
 
-def position_counts():
-    """For how many positions of a row logits may be computed: three numbers, ascending.
+def padded_mask_counts():
+    """The mask counts that steps are padded to, ascending: three shapes to compile, not twenty.
 
-    Each is a shape that torch compiles once; there is only one where the masking rate is fixed."""
+    There is only one where the masking rate is fixed."""
     least, most = sorted((mask_count(0), mask_count(1)))
-    return sorted({least + math.ceil((most - least) * i / 3) for i in (1, 2, 3)})
+    thirds = [least + math.ceil((most - least) * i / 3) for i in (1, 2, 3)]
+    return sorted(set(thirds))
 
 
-def positions_for(n_mask):
-    """The smallest of them that holds n_mask masks; positions beyond these have no label."""
-    return min(count for count in position_counts() if count >= n_mask)
+def padded_mask_count(n_mask):
+    """The smallest of them that holds n_mask; logits beyond n_mask have no label."""
+    return min(count for count in padded_mask_counts() if count >= n_mask)
 
 
 @dataclass
@@ -169,7 +170,7 @@ class State:
     row: int = 0  # where the next step starts to read; it counts on through all epochs
     skipped: int = 0  # steps whose loss or gradient was not finite
     skipped_in_row: int = 0  # those since the last usable one
-    evals_done: int = -1  # place of the last evaluation in 0 … evals; 0 is before the first step
+    evals_done: int = -1  # number of the last evaluation; 0 is before the first step
     logged: int = -1  # step of the last row in log.csv
     loss_sum: float = 0.0  # of the usable steps since that row ...
     loss_count: int = 0  # ... and how many there were
@@ -180,6 +181,10 @@ class State:
     asked_micro_batch: int = 0  # the setting as it was typed, and ...
     micro_batch: int = 0  # ... what it was halved to until a step fitted in memory
     last: dict = field(default_factory=dict)  # columns of log.csv, of the last step
+
+    @property
+    def applied_steps(self):
+        return self.step - self.skipped
 
 
 class Clock:
@@ -242,14 +247,20 @@ class Run:
         self.amp_dtype = amp_dtype  # of the matrix products; weights are float32
         self.folder = Path(out_dir)
         if offload:
-            sizes = micro_batch, seq_len, position_counts()[-1]
-            free = [machine.free_bytes(where) for where in (torch.device("cpu"), dev)]
-            pinned = dev.type == "cuda"
-            plan, sums_stay = memory_plan(config, amp_dtype, *sizes, pinned, free)
+            plan, sums_stay = memory_plan(
+                config,
+                amp_dtype,
+                micro_batch=micro_batch,
+                seq_len=seq_len,
+                n_predicted=padded_mask_counts()[-1],
+                pinned=dev.type == "cuda",
+                free_host=machine.free_bytes(torch.device("cpu")),
+                free_device=machine.free_bytes(dev),
+            )
             print(plan, flush=True)
         self.model = MaskedLM(config)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)  # nats, summed over a micro-batch
-        counts = position_counts()  # each holds for about a third of a run
+        counts = padded_mask_counts()  # each holds for about a third of a run
         mean_positions = sum(counts) / len(counts)
         self.flops_per_token = self.model.flops_per_token(seq_len, mean_positions)
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
@@ -330,7 +341,7 @@ def batch_at(run, row, n_mask):
     drawn_from = np.random.SeedSequence((seed, row)).generate_state(1)[0]
     torch.manual_seed(int(drawn_from))  # a CPU heeds 32 bits of a seed
     shares = mask_token_share, random_token_share
-    return draw_masks(fetch(run, row), positions_for(n_mask), n_mask, vocab_size, *shares)
+    return draw_masks(fetch(run, row), padded_mask_count(n_mask), n_mask, vocab_size, *shares)
 
 
 def accumulate(run, n_rows, n_mask):
@@ -355,7 +366,7 @@ def accumulate(run, n_rows, n_mask):
         total_loss += loss.detach()
         # A GPU is still busy with this micro-batch while the next is read and queued.
         fetch(run, row + parallel.WORLD * micro_batch)
-    if parallel.anyone(cut):
+    if parallel.any_rank(cut):
         run.model.zero_grad()
         return None
     return total_loss
@@ -370,7 +381,7 @@ def update(run, total_loss, lr_share):
     for weight in run.weights.values():
         if weight.grad is None:  # on a rank that had no micro-batch
             weight.grad = torch.zeros_like(weight)
-    parallel.add_up([total_loss, *(weight.grad for weight in run.weights.values())])
+    parallel.all_reduce([total_loss, *(weight.grad for weight in run.weights.values())])
     for o in run.optimizers:
         run.scaler.unscale_(o)
         for group in o.param_groups:
@@ -401,7 +412,7 @@ def compile_and_fit(run, held_out_rows):
     global micro_batch
     eager = run.loss_fn
     compiled = compile
-    parallel.add_up([torch.zeros((), device=run.device)])  # from now on NCCL has its memory too
+    parallel.all_reduce([torch.zeros((), device=run.device)])  # from now on NCCL has its memory too
     while True:
         held_out_sets = held_out(held_out_rows, micro_batch)
         run.loss_fn = eager
@@ -410,35 +421,36 @@ def compile_and_fit(run, held_out_rows):
         elif compiled:
             run.loss_fn = torch.compile(eager, dynamic=False)
         trouble = try_a_step(run, compiled, held_out_sets[15][0])
-        if parallel.anyone(trouble not in ("", NO_ROOM)):
+        if parallel.any_rank(trouble not in ("", OUT_OF_MEMORY)):
             why = trouble or "so another rank says"
             print(f"torch.compile does not work here, going on without it: {why}")
             compiled = False
-        elif parallel.anyone(trouble == NO_ROOM):
+        elif parallel.any_rank(trouble == OUT_OF_MEMORY):
             if micro_batch == 1:
                 raise MemoryError
             smaller = max(n for n in range(1, micro_batch) if micro_batch % n == 0)
-            print(f"{NO_ROOM} with micro_batch={micro_batch}: going on with {smaller}", flush=True)
+            failed = f"{OUT_OF_MEMORY} with micro_batch={micro_batch}"
+            print(f"{failed}: going on with {smaller}", flush=True)
             micro_batch = smaller
             # Nothing of the larger size stays, neither its rows nor what was compiled for it.
             run.fetched = {}
             torch.compiler.reset()
         else:
             return held_out_sets
-        if parallel.anyone(run.stop):
+        if parallel.any_rank(run.stop):
             return held_out_sets
 
 
 def try_a_step(run, compiled, held_out_batch):
     """Rehearse a step, and leave nothing of it in memory.
 
-    Returns "", NO_ROOM, or why it does not compile."""
+    Returns "", OUT_OF_MEMORY, or why it does not compile."""
     trouble = ""
     try:
         rehearse(run, held_out_batch)
     except Exception as e:
         if safety.is_out_of_memory(e):
-            trouble = NO_ROOM
+            trouble = OUT_OF_MEMORY
         elif compiled:  # whatever inductor raises: no compiler, no Triton, a card too old
             trouble = safety.first_line(e)
         else:
@@ -467,8 +479,8 @@ def rehearse(run, held_out_batch):
     if run.device.type == "cuda":  # kernels take memory that no tensor shows, other processes too
         spare = torch.cuda.get_device_properties(run.device).total_memory // 20
         room.append(torch.empty(spare, dtype=torch.uint8, device=run.device))
-    fewest_last = position_counts()[::-1]
-    for n_mask in (fewest_last[0], *fewest_last):
+    counts = padded_mask_counts()
+    for n_mask in (counts[-1], *reversed(counts)):  # the largest twice
         run.loss_fn(*batch_at(run, run.state.row, n_mask)).backward()
     if parallel.RANK == 0:
         held_out_loss(run, [held_out_batch])
@@ -499,7 +511,7 @@ def evaluate(run, held_out_sets):
     return losses
 
 
-def log_step(run, losses=()):
+def log_step(run, losses=None):
     """Add a row to log.csv, with the mean loss since the last one; a failure is said, no more."""
     state = run.state
     if state.loss_count:
@@ -507,7 +519,10 @@ def log_step(run, losses=()):
     tokens = state.row * seq_len
     flops = float(tokens * run.flops_per_token)
     row = {"elapsed_s": run.clock.elapsed(), "step": state.step, "tokens": tokens, "flops": flops}
-    row |= state.last | {"skipped": state.skipped} | dict(losses)
+    row |= state.last
+    row["skipped"] = state.skipped
+    row |= losses or {}
+    # The row of the final evaluation replaces one that the same step has already.
     run.unlogged = [other for other in run.unlogged if other["step"] < state.step] + [row]
     write_rows(run)
     if run.wandb:
@@ -524,7 +539,7 @@ def write_rows(run):
     try:
         while run.unlogged:
             row = run.unlogged[0]
-            if run.state.logged == row["step"]:  # the clock ended the run right after a row
+            if run.state.logged == row["step"]:  # the earlier row of the same step
                 record.drop_rows_after(run.folder, row["step"] - 1)
             record.append_row(run.folder, row)
             run.state.logged = row["step"]
@@ -550,7 +565,7 @@ def save(run):
         run.clock.spent["saving"] += time.monotonic() - started
         run.next_save = time.monotonic() + RETRY_SECONDS
         return False
-    run.saved_steps = run.state.step - run.state.skipped
+    run.saved_steps = run.state.applied_steps
     if run.saved_steps > 0:  # else the next is after the first step that is applied
         run.next_save = time.monotonic() + 60 * (checkpoint_minutes or math.inf)
     run.state.save_seconds = time.monotonic() - started
@@ -569,7 +584,7 @@ def is_hopeless(number, number_before, held_out_loss):
     After 3 of 24 hours the paper's code can end such a run. Good runs of minutes are above it for a
     larger share of their time, so nothing is said of them."""
     is_long = budget_hours >= 1 and not max_steps
-    is_first = max(0, number_before) < evals / 8 <= number
+    is_first = number > 0 and number_before < evals / 8 <= number
     return is_long and is_first and held_out_loss > 6
 
 
@@ -578,9 +593,31 @@ def save_is_due(run):
 
     The first is at once: a folder that cannot be written shows now. The second is after the first
     step that was applied: the optimisers have their states then, which may double a save."""
-    is_new = run.saved_steps != run.state.step - run.state.skipped
+    is_new = run.saved_steps != run.state.applied_steps
     is_time = time.monotonic() >= run.next_save
     return is_new and is_time and run.state.save_seconds < run.clock.left()
+
+
+def evaluate_log_save(run, held_out_sets, tokenizer, write):
+    """Do what is due of these before the next step. write(line) prints beside the progress bar."""
+    state = run.state
+    number = int(run.clock.progress() * evals)
+    if evaluation_is_due(run, number):
+        number_before = state.evals_done
+        state.evals_done = number
+        losses = evaluate(run, held_out_sets)
+        when = f"{run.clock.elapsed() / 60:7.1f} min  step {state.step:6,}"
+        both = f"{losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
+        write(f"{when}  held-out loss {both}")
+        if is_hopeless(number, number_before, losses["val_loss_15"]):
+            write("WARNING: that is still above 6: few such runs come to anything")
+        if samples:
+            sentence = sentences()[number % len(sentences())]
+            write(guesses(run, tokenizer, sentence))
+    elif state.step % log_every == 0 and state.step > state.logged:
+        log_step(run)
+    if save_is_due(run):
+        save(run)
 
 
 def throughput(run):
@@ -593,7 +630,8 @@ def throughput(run):
 def forecast(run, progress):
     """What the rest of the run holds at the speed so far, in a line, and a warning if need be."""
     speed, _ = throughput(run)
-    batches = [batch_rows(progress + (1 - progress) * i / 100) for i in range(100)]
+    moments = [progress + (1 - progress) * i / 100 for i in range(100)]
+    batches = [batch_rows(moment) for moment in moments]
     if max_steps:
         steps = max_steps - run.state.step
         rows = steps * sum(batches) / 100
@@ -655,6 +693,7 @@ def sentences():
 
 def check_settings():
     """The ModelConfig of the settings; exits with one line if they cannot work."""
+    other_share = round(1 - mask_token_share, 9)  # 1 - 0.9 is 0.09999999999999998
     # fmt: off
     require(globals(), {
         "init": ("scratch", "resume"), "optimizer": ("muon", "adamw", "adam"),
@@ -665,7 +704,7 @@ def check_settings():
         "micro_batch": (1, 2**20), "batch_size": (1, 2**30), "batch_start": (1, 2**30),
         "batch_ramp": (0, 1), "seq_len": (8, max_seq_len), "grad_clip": (0, 1e9),
         "mask_rate": (0.01, 0.9), "mask_rate_end": (0.01, 0.9), "mask_token_share": (0, 1),
-        "random_token_share": (0, round(1 - mask_token_share, 9)), "lr": (0, 1e3),
+        "random_token_share": (0, other_share), "lr": (0, 1e3),
         "muon_lr": (0, 1e3), "weight_decay": (0, 1e3), "muon_weight_decay": (0, 1e3),
         "beta1": (0, 0.99999), "beta2": (0, 0.99999), "adam_eps": (0, 1), "warmup": (0, 0.99),
         "cooldown": (0, 1), "evals": (0, 10**6), "eval_rows": (1, 10**8), "log_every": (1, 10**9),
@@ -796,23 +835,7 @@ def main():
         while True:
             # What is due now: rank 0 evaluates, logs and saves, the others wait for it below.
             if parallel.RANK == 0 and not run.stop and clock.progress() < 1:
-                number = int(clock.progress() * evals)
-                if evaluation_is_due(run, number):
-                    number_before = state.evals_done
-                    state.evals_done = number
-                    losses = evaluate(run, held_out_sets)
-                    when = f"{clock.elapsed() / 60:7.1f} min  step {state.step:6,}"
-                    both = f"{losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
-                    bar.write(f"{when}  held-out loss {both}")
-                    if is_hopeless(number, number_before, losses["val_loss_15"]):
-                        bar.write("WARNING: that is still above 6: few such runs come to anything")
-                    if samples:
-                        sentence = sentences()[state.evals_done % len(sentences())]
-                        bar.write(guesses(run, tokenizer, sentence))
-                elif state.step % log_every == 0 and state.step > state.logged:
-                    log_step(run)
-                if save_is_due(run):
-                    save(run)
+                evaluate_log_save(run, held_out_sets, tokenizer, bar.write)
 
             # Where the run is, by rank 0's clock for all; a signal to any rank ends them all.
             progress, stop = parallel.agree(clock.progress(), run.stop)
@@ -846,9 +869,9 @@ def main():
                 bar.write(forecast(run, progress))
                 foretold = True
     except (SystemExit, OSError):
-        # Rows that changed or ranks that are gone (SystemExit), rows that a disk fails to read
-        # (OSError; save() tells of its own): what was learnt is kept. After 50 unusable steps it
-        # is not, for the weights may be ruined: the checkpoint before stands.
+        # train.bin has changed or a rank is gone (SystemExit), or a disk fails to read (OSError;
+        # save() catches its own): what was learnt is kept. After 50 unusable steps it is not, for
+        # the weights may be ruined: the checkpoint before stands.
         if parallel.RANK == 0 and state.skipped_in_row < MAX_SKIPPED:
             save(run)
         raise

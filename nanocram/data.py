@@ -86,24 +86,30 @@ class Rows:
         sys.exit(f"{self.path} {why}: delete its folder and prepare anew")
 
 
-def draw_masks(rows, k_max, n, vocab_size, mask_share=1.0, random_share=0.0):
-    """Choose n ≤ k_max tokens to predict in each of rows (B, T): (ids, positions, labels).
+def round_up(n, multiple):
+    """The least multiple that is no less than n."""
+    return (n + multiple - 1) // multiple * multiple
+
+
+def draw_masks(rows, k_max, n_predict, vocab_size, mask_share=1.0, random_share=0.0):
+    """Choose n_predict ≤ k_max tokens to predict in each of rows (B, T): (ids, positions, labels).
 
     Positions (B, k_max) are uniform without replacement from 1 to T − 1: never [CLS], [SEP] like
-    any other. Of the first n, mask_share become [MASK] and random_share a random token."""
+    any other. The first n_predict have labels; of these, mask_share become [MASK] and random_share
+    a random token."""
     B, T = rows.shape
     # The K largest of T − 1 random numbers: K places without replacement, in random order.
     positions = torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1  # (B, K)
     tokens = rows.gather(1, positions)
     rank = torch.arange(k_max, device=rows.device)
-    n_mask = round(n * mask_share)
+    n_mask = round(n_predict * mask_share)
     replaced = torch.where(rank < n_mask, MASK, tokens)
     if random_share:
-        n_random = round(n * random_share)
-        is_random = (rank >= n_mask) & (rank < min(n, n_mask + n_random))
+        random_end = min(n_predict, n_mask + round(n_predict * random_share))
+        is_random = (rank >= n_mask) & (rank < random_end)
         replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
     ids = rows.scatter(1, positions, replaced)
-    labels = tokens.masked_fill(rank >= n, IGNORE)
+    labels = tokens.masked_fill(rank >= n_predict, IGNORE)
     return ids, positions, labels
 
 
@@ -121,7 +127,7 @@ def held_out(rows, batch):
     positions = torch.stack(places) + 1  # (N, k)
     tokens = rows.gather(1, positions)
     batch = min(batch, N)
-    filled = torch.arange(N + -N % batch) % N  # numbers of rows, a few repeated at the end
+    filled = torch.arange(round_up(N, batch)) % N  # numbers of rows, a few repeated at the end
     sets = {}
     for rate in (15, 25):
         kept = torch.arange(k) >= round(rate * T / 100)  # not masked at this rate
@@ -167,19 +173,19 @@ class Ragged:
         self.labels = (labels.float() if labels.is_floating_point() else labels).to(dev)
 
     def batch(self, rows):
-        """((ids, attention_mask, token_types), labels) of rows, (B, T) and (B,).
+        """((ids, attention_mask, token_type_ids), labels) of rows, (B, T) and (B,).
 
-        attention_mask is None where nothing is padded, token_types where there is but one."""
-        T = int(-(-self.length[rows].max() // 8) * 8)  # the longest, up to a multiple of 8
+        attention_mask is None where nothing is padded, token_type_ids without a second type."""
+        T = int(round_up(self.length[rows].max(), 8))
         which = torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda")
         at = self.start[which, None] + torch.arange(T, device=self.dev)  # (B, T) places in self.ids
         real = at < self.end[which, None]
         second = at >= self.first_end[which, None]
         ids = self.ids[at.clamp_(max=len(self.ids) - 1)].long().masked_fill_(~real, self.pad)
         attention_mask = None if self.length[rows].min() == T else real
-        token_types = (second & real).long() if self.two_types else None
+        token_type_ids = (second & real).long() if self.two_types else None
         labels = self.labels[which] if len(self.labels) else None
-        return (ids, attention_mask, token_types), labels
+        return (ids, attention_mask, token_type_ids), labels
 
 
 def batches_by_length(length, size, seed):

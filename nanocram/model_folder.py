@@ -65,7 +65,6 @@ def folder_config(config, labels=None):
         found["id2label"] = dict(enumerate(names))
         found["label2id"] = {name: i for i, name in enumerate(names)}
         found["problem_type"] = "single_label_classification" if labels else "regression"
-        found["classifier_dropout"] = 0.1
     return found | {"nanocram": asdict(config)}
 
 
@@ -123,7 +122,8 @@ def save(model, folder, labels=None):
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
     config = folder_config(model.config, labels)
     if labels is not None:
-        config["classifier_pooling"] = model.pooling  # ModernBERT's name for it
+        config["classifier_pooling"] = model.pooling  # ModernBERT's names
+        config["classifier_dropout"] = model.drop.p
     write_text(folder / "config.json", json.dumps(config, indent=2))
     write_beside(folder / "model.safetensors", lambda path: write_tensors(weights, path))
 
@@ -159,7 +159,8 @@ def load(folder, device="cpu"):
             if not model.config.head_transform:
                 raise ValueError("a classifier of transformers' making; try --baseline=hf:FOLDER")
             pooling = config.get("classifier_pooling", "cls")
-            model = Classifier(model, len(config["id2label"]), pooling=pooling)
+            dropout = config.get("classifier_dropout", 0.1)
+            model = Classifier(model, len(config["id2label"]), dropout, pooling)
         wrong = misfit(state, to_folder_keys(model.state_dict(), model.config))
         if wrong:
             raise ValueError(wrong)

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic that takes singular values to about 1
-STEPS = 5
+NS_STEPS = 5
 EPS = 1e-7
 
 
@@ -22,7 +22,7 @@ def orthogonalise(matrices):
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices  # the products are cheapest with few rows
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=EPS)
-    for _ in range(STEPS):
+    for _ in range(NS_STEPS):
         gram = x @ x.mT  # (N, rows, rows)
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)

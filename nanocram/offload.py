@@ -24,7 +24,7 @@ def split(model):
 
 def padded(p):
     """Numbers that p takes in a flat buffer, where each tensor begins at a multiple of 16 bytes."""
-    return p.numel() + -p.numel() % 4
+    return (p.numel() + 3) // 4 * 4
 
 
 def views(flat, parameters):
@@ -34,10 +34,12 @@ def views(flat, parameters):
     return [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
 
-def memory_plan(config, amp_dtype, micro_batch, seq_len, n_predicted, pinned, free):
+def memory_plan(
+    config, amp_dtype, *, micro_batch, seq_len, n_predicted, pinned, free_host, free_device
+):
     """(what memory a model of config takes, in words; whether sums_stay, as Streamed has it).
 
-    free: bytes free on the host and on the device. Exits with one line where the host's are few."""
+    free_host, free_device: bytes. Exits with one line where the host's are too few."""
     with torch.device("meta"):
         outside, *blocks = (4 * sum(map(padded, group)) for group in split(MaskedLM(config)))
     # torch hands out pinned memory in powers of two.
@@ -45,8 +47,8 @@ def memory_plan(config, amp_dtype, micro_batch, seq_len, n_predicted, pinned, fr
     # Weights and gradients, two moments, and the weights of a checkpoint while it is read.
     on_host = 2 * sum(sizes) + 3 * (outside + sum(blocks))
     words = f"offload: {on_host / 1e9:.3g} GB in host memory"
-    if on_host > free[0]:
-        missing = f"{(on_host - free[0]) / 1e9:.3g} GB more than are free"
+    if on_host > free_host:
+        missing = f"{(on_host - free_host) / 1e9:.3g} GB more than are free"
         sys.exit(f"{words}, {missing}: type a smaller --n_layer or --n_embd")
 
     # Bytes of a token: its input to every block, and all that one keeps; its logits if predicted.
@@ -59,7 +61,7 @@ def memory_plan(config, amp_dtype, micro_batch, seq_len, n_predicted, pinned, fr
     # blocks: two slots, two sums, gradients on their way to these, weights as autocast has them.
     least = 4 * outside + 6 * max(blocks) + rows
     most = least + sum(blocks) - 2 * max(blocks)
-    sums_stay = most < 0.9 * free[1]
+    sums_stay = most < 0.9 * free_device
     on_device = most if sums_stay else least
     where = "add up on the device" if sums_stay else "come and go with the weights"
     return f"{words}, about {on_device / 1e9:.3g} GB on the device; gradients {where}", sums_stay
@@ -112,8 +114,8 @@ class Streamed:
         self.random = torch.cuda if dev.type == "cuda" else torch  # has the state of dropout
         # One stream for each direction: the bus carries both at once. On a CPU they do nothing.
         self.streams = torch.get_device_module(dev)
-        self.up = self.streams.Stream()
-        self.down = self.streams.Stream()
+        self.h2d = self.streams.Stream()
+        self.d2h = self.streams.Stream()
 
         # Embeddings, head and decoder have slots of their own, the blocks take turns in two.
         outside, *blocks = split(model)
@@ -131,7 +133,7 @@ class Streamed:
         self.twin = copy.deepcopy(model, memo)
         self.blocks = list(self.twin.model.layers)
         for i, block in enumerate(self.blocks):
-            block.forward = functools.partial(Pass.apply, self, i)
+            block.forward = functools.partial(StreamedBlock.apply, self, i)
         model.forward = self.forward
 
     def forward(self, *args):
@@ -164,18 +166,18 @@ class Streamed:
         if slot.holds is flat:
             return
         slot.holds = flat
-        with self.streams.stream(self.up):
+        with self.streams.stream(self.h2d):
             if are_zeros:
                 slot.buffer.zero_()
             else:
                 slot.buffer[: len(flat)].copy_(flat, non_blocking=True)
-        slot.came.record(self.up)
+        slot.came.record(self.h2d)
 
     def get_weights(self, i, following):
         """What is queued from here on has block i's weights; those of a following block come."""
         stream = self.streams.current_stream()
         # The following block's slot is free when all that is queued by now is done.
-        self.up.wait_stream(stream)
+        self.h2d.wait_stream(stream)
         next_one = min(max(following, 0), len(self.groups) - 1)
         for group in self.groups[i], self.groups[next_one]:
             self.bring(group.weight_slot, group.weights)
@@ -183,15 +185,15 @@ class Streamed:
 
     def get_sums(self, i):
         """What is queued from here on has the sums of block i's gradients; block i - 1's come."""
-        self.up.wait_stream(self.down)  # which may still take home what lay in their slots
+        self.h2d.wait_stream(self.d2h)  # which may still take home what lay in their slots
         for group in self.groups[i], self.groups[max(i - 1, 0)]:
             self.bring(group.sum_slot, group.sums, are_zeros=self.is_first)
         self.groups[i].sum_slot.came.wait(self.streams.current_stream())
 
     def take_home(self, group):
         """Queue the copy of a group's gradients to the host."""
-        self.down.wait_stream(self.streams.current_stream())
-        with self.streams.stream(self.down):
+        self.d2h.wait_stream(self.streams.current_stream())
+        with self.streams.stream(self.d2h):
             group.sums.copy_(group.sum_slot.buffer[: len(group.sums)], non_blocking=True)
 
     def collect(self):
@@ -200,19 +202,25 @@ class Streamed:
         self.streams.synchronize()
 
 
-def compute(block_forward, block, rope, mask, positions, x, source):
-    """([x, source], output): fresh leaves, and a block's output; its backward fills their grad."""
-    x, source = (None if t is None else t.detach().requires_grad_() for t in (x, source))
+def leaf(tensor):
+    """A tensor of the same numbers, whose grad a backward pass fills."""
+    return None if tensor is None else tensor.detach().requires_grad_()
+
+
+def compute(block_forward, block, rope, mask, positions, x, context):
+    """(x, context, y): fresh leaves, and a block's output y, whose backward fills their grad."""
+    x, context = leaf(x), leaf(context)
     with torch.enable_grad():
-        return [x, source], block_forward(block, x, rope, mask, source, positions)
+        y = block_forward(block, x, rope, mask, context, positions)
+    return x, context, y
 
 
-class Pass(torch.autograd.Function):
+class StreamedBlock(torch.autograd.Function):
     """A block in both passes: it keeps its inputs alone, and is computed anew to go backward."""
 
     @staticmethod
-    def forward(ctx, streamed, i, x, rope, mask, source=None, positions=None):
-        ctx.save_for_backward(x, source)
+    def forward(ctx, streamed, i, x, rope, mask, context=None, positions=None):
+        ctx.save_for_backward(x, context)
         ctx.streamed = streamed
         ctx.i = i
         ctx.random_state = streamed.random.get_rng_state()
@@ -220,7 +228,7 @@ class Pass(torch.autograd.Function):
         ctx.compute = functools.partial(compute, *which, rope, mask, positions)
         streamed.get_weights(i, i + 1)
         # With gradients, as in the backward pass: one compiled graph is both, with equal dropout.
-        _, y = ctx.compute(x, source)
+        *_, y = ctx.compute(x, context)
         return y.detach()
 
     @staticmethod
@@ -230,7 +238,7 @@ class Pass(torch.autograd.Function):
         streamed.get_sums(ctx.i)
         streamed.random.set_rng_state(ctx.random_state)  # train.batch_at() sets another one anyway
         with mixed_precision(grad.device, streamed.amp_dtype):
-            inputs, y = ctx.compute(*ctx.saved_tensors)
+            x, context, y = ctx.compute(*ctx.saved_tensors)
         torch.autograd.backward(y, grad)
         if streamed.is_last or not streamed.sums_stay:
             streamed.take_home(streamed.groups[ctx.i])
@@ -238,5 +246,5 @@ class Pass(torch.autograd.Function):
             for group in (streamed.resident, *streamed.groups):
                 for p, gradient in group.gradients:
                     p.grad = gradient
-        x, source = (None if t is None else t.grad for t in inputs)
-        return None, None, x, None, None, source, None
+        context_grad = None if context is None else context.grad
+        return None, None, x.grad, None, None, context_grad, None

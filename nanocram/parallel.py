@@ -44,12 +44,12 @@ def join(device):
 def leave():
     """End what join() began."""
     # All wait for rank 0, which is still saving: gloo aborts a process that leaves before others.
-    anyone(False)
+    any_rank(False)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def add_up(tensors):
+def all_reduce(tensors):
     """Sum each of tensors over the ranks, in place.
 
     Exits with one line when another rank has died; torchrun ends those that could not notice."""
@@ -72,10 +72,10 @@ def agree(progress, stop):
         return progress, stop
     mine = [progress if RANK == 0 else 0.0, float(stop)]
     total = torch.tensor(mine, dtype=torch.float64)
-    add_up([total])
+    all_reduce([total])
     return total[0].item(), bool(total[1])
 
 
-def anyone(flag):
+def any_rank(flag):
     """Whether flag is set on any rank."""
     return agree(0.0, flag)[1]

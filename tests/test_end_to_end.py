@@ -152,7 +152,7 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
     assert torch.equal(classifier.head.dense.weight, torch.eye(len(scale)))
     with torch.no_grad():
         hidden, expected = (
-            ours.model(batch["input_ids"], batch["attention_mask"]),
+            ours.model(batch["input_ids"], attention_mask=batch["attention_mask"]),
             theirs(**batch).last_hidden_state * scale,
         )
         logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"])

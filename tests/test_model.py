@@ -167,10 +167,11 @@ def test_what_transformers_made_of_a_model_without_head_transform(tmp_path):
 
 def test_a_classifier_that_takes_the_mean_is_modernberts_too(tmp_path):
     """From the folder it is saved as; padding does not count, nor what stands there."""
-    ours = Classifier(random_model(), 3, pooling="mean").eval()
+    ours = Classifier(random_model(), 3, dropout=0.3, pooling="mean").eval()
     save(ours, tmp_path, ("a", "b", "c"))
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     again = load(tmp_path)
+    assert theirs.config.classifier_dropout == again.drop.p == 0.3
     ids, mask = batch()
     with torch.no_grad():
         wanted = theirs(ids, attention_mask=mask).logits
@@ -285,7 +286,7 @@ def test_the_original_bert_equals_transformers_bert():
     ids, mask = batch()
     types = (torch.arange(17) > 8).long().expand(3, -1)
     with torch.no_grad():
-        ours = model(ids, attention_mask=mask, token_types=types)
+        ours = model(ids, attention_mask=mask, token_type_ids=types)
         bert = theirs(ids, attention_mask=mask, token_type_ids=types).logits
         assert (ours - bert)[mask.bool()].abs().max() < 1e-4
         assert torch.allclose(model(ids), theirs(ids).logits, atol=1e-4)
@@ -335,7 +336,7 @@ def test_a_last_block_that_computes_only_what_is_read_changes_nothing(switches):
     positions = torch.tensor([[0, 3, 16], [11, 1, 1], [4, 2, 0]])
     gradients = []
     for at in (None, positions):
-        x = model(ids, mask, positions=at)
+        x = model(ids, at, mask)
         x = x if at is not None else x.gather(1, positions[..., None].expand(-1, -1, 32))
         assert x.shape == (3, 3, 32)
         gradients.append([x, *torch.autograd.grad(x.square().sum(), list(model.parameters()))])
@@ -373,7 +374,7 @@ def test_narrow_layers_against_torchs_own_attention(switches):
             else:
                 x = x + y
                 x = x + layer.mlp(layer.mlp_norm(x))
-        assert torch.allclose(model(ids, mask, positions=positions), model.final_norm(x), atol=1e-5)
+        assert torch.allclose(model(ids, positions, mask), model.final_norm(x), atol=1e-5)
 
 
 def test_one_narrow_layer_is_the_full_model():

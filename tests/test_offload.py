@@ -36,7 +36,7 @@ def setting(train, monkeypatch):
 @pytest.fixture
 def sums_travel(monkeypatch):
     """A function: from now on the sums of all blocks' gradients find no room on the device."""
-    return lambda: monkeypatch.setattr(module, "memory_plan", lambda *args: ("", False))
+    return lambda: monkeypatch.setattr(module, "memory_plan", lambda *args, **sizes: ("", False))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_gradients_are_the_plain_models(switches, sums_stay):
     """Of three micro-batches, to the bit, at sizes that need padding.
 
     Several narrow blocks with their norms behind them add up keys' and values' gradients for their
-    source in another order: equal to rounding."""
+    context in another order: equal to rounding."""
     sizes = {"vocab_size": 301, "n_layer": 4, "n_head": 2, "n_embd": 20, "n_inner": 27}
     config = ModelConfig(**(sizes | {"dropout": 0.1, "zero_init": False} | switches))
     plain = MaskedLM(config)
@@ -209,7 +209,10 @@ def in_gb(words, text):
 
 
 def plan_of(config, amp_dtype=torch.float32, rows=8, pinned=False, free=(math.inf, math.inf)):
-    return memory_plan(config, amp_dtype, rows, 128, 38, pinned, free)
+    sizes = {"micro_batch": rows, "seq_len": 128, "n_predicted": 38}
+    free_host, free_device = free
+    where = {"pinned": pinned, "free_host": free_host, "free_device": free_device}
+    return memory_plan(config, amp_dtype, **sizes, **where)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -591,7 +594,7 @@ def test_copies_hide_behind_the_blocks_before_them(setting, sums_travel, monkeyp
     # computes next waits for none of it.
     home = [block for kind, block, _ in log if kind == "home"]
     assert home == [*reversed(range(n))] * (4 if travels else 2)
-    down = f"stream {streams.all.index(run.streamed.down)}"
+    down = f"stream {streams.all.index(run.streamed.d2h)}"
     for i, (kind, block, clock) in enumerate(log):
         following = [entry for entry in log[i:] if entry[0] == "compute"]
         if kind == "home" and block > 0:

@@ -213,7 +213,7 @@ def test_slips_and_lost_ranks_are_one_line(train, monkeypatch):
         raise RuntimeError("unhandled system error\nC++ trace")
 
     monkeypatch.setattr(parallel.dist, "all_reduce", lost)
-    for call in (lambda: parallel.agree(0.5, False), lambda: parallel.add_up([torch.zeros(3)])):
+    for call in (lambda: parallel.agree(0.5, False), lambda: parallel.all_reduce([torch.zeros(3)])):
         with pytest.raises(SystemExit) as e:
             call()
         said = "rank 0 has lost the others, start again with --init=resume"
@@ -240,6 +240,6 @@ def test_there_is_one_clock(train, monkeypatch):
 def test_alone_nothing_is_shared(monkeypatch):
     assert parallel.agree(0.25, True) == (0.25, True)
     ones = [torch.ones(2)]
-    parallel.add_up(ones)
+    parallel.all_reduce(ones)
     parallel.join("auto")
     assert torch.equal(ones[0], torch.ones(2)) and not parallel.dist.is_initialized()

@@ -130,9 +130,9 @@ def test_positions_hold_the_masks_in_three_sizes_at_most(rate, rate_end, progres
         patch.setattr(module, "mask_rate_end", rate_end)
         n_mask = module.mask_count(progress)
         spread = abs(module.mask_count(0) - module.mask_count(1))
-        assert n_mask <= module.positions_for(n_mask) <= n_mask + math.ceil(spread / 3)
-        seen = {module.positions_for(module.mask_count(i / 200)) for i in range(201)}
-        assert seen == set(module.position_counts()) and len(seen) <= 3
+        assert n_mask <= module.padded_mask_count(n_mask) <= n_mask + math.ceil(spread / 3)
+        seen = {module.padded_mask_count(module.mask_count(i / 200)) for i in range(201)}
+        assert seen == set(module.padded_mask_counts()) and len(seen) <= 3
 
 
 def test_fewer_positions_are_the_same_masks_and_the_same_loss(train, setting):
@@ -140,10 +140,10 @@ def test_fewer_positions_are_the_same_masks_and_the_same_loss(train, setting):
     run = new_run()
     n_mask = module.mask_count(1)
     ids, positions, labels = module.batch_at(run, 0, n_mask)
-    assert positions.shape[1] == module.position_counts()[0] < module.position_counts()[-1]
+    assert positions.shape[1] == module.padded_mask_counts()[0] < module.padded_mask_counts()[-1]
     torch.manual_seed(int(np.random.SeedSequence((module.seed, 0)).generate_state(1)[0]))
     rows = run.rows.read(0, module.micro_batch)
-    with_room_for_all = draw_masks(rows, module.position_counts()[-1], n_mask, module.vocab_size)
+    with_room_for_all = draw_masks(rows, module.padded_mask_counts()[-1], n_mask, module.vocab_size)
     assert torch.equal(ids, with_room_for_all[0])
     # The mean of the plain model's loss at the masks, which are where ids and rows differ.
     masked = ids != rows

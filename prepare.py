@@ -7,6 +7,7 @@
 All is written into DATA_DIR.partial and renamed to data_dir at the end: after a kill, run it again.
 """
 
+import functools
 import glob
 import gzip
 import hashlib
@@ -30,8 +31,8 @@ from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise, train_tokenizer
 # fmt: off
 # what to read
 data_dir = "data/fineweb"             # the folder to write
-source = "HuggingFaceFW/fineweb"      # globs of local files, Hub data sets; commas between several
-source_config = "sample-10BT"         # of a Hub data set named without its own, as in NAME:CONFIG
+# globs of local files, Hub data sets as NAME or NAME:CONFIG; commas between several
+source = "HuggingFaceFW/fineweb:sample-10BT"
 weights = ""                          # of the sources, as 3,1, until one ends; '' = read all to end
 text_column = "text"                  # where .jsonl, .parquet and Hub data sets keep the text
 max_docs = 0                          # stop after reading this many documents; 0 = all
@@ -61,9 +62,10 @@ SHARDS = 32  # of a Hub data set, that the vocabulary's sample comes from
 # What to do at errors of datasets, by a word of what they say.
 HINTS = {"zstd": "type pip install zstandard", "Config": "name one as NAME:CONFIG"}
 # The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary, two special ones too, in
-# the raw text. By tokens of ours (2^12, 2^13, 2^14, 2^15 entries) these drop as many documents:
+# the raw text. By tokens of ours, of vocabularies of so many ENTRIES, these drop as many documents:
 # measured, see results/README.md. Fewer entries have none: at 1,024 the trend would drop 3 % of the
 # embedded corpus and 85 % of Wikipedia and books.
+ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 # What is in memory at a time is bounded: the characters of a document of a text file (without blank
 # lines it is cut), the documents that wait for a thread, the tokens that are packed into rows. The
@@ -85,9 +87,9 @@ def file_kind(path):
 
 
 def hub_name(name):
-    """(data set, config or '') of a Hub source, NAME or NAME:CONFIG."""
-    name, colon, config = name.partition(":")
-    return name, config if colon else source_config
+    """(data set, config or None) of a Hub source, NAME or NAME:CONFIG."""
+    name, _, config = name.partition(":")
+    return name, config or None
 
 
 def find_sources():
@@ -128,17 +130,19 @@ def shares(names):
     return {name: number / sum(numbers) for name, number in zip(names, numbers, strict=True)}
 
 
-def join_lines(lines):
-    """Documents from the lines of a text file: blank lines end them, and so does MAX_DOCUMENT."""
+def split_documents(file):
+    """The documents of an open text file: a blank line ends one, and the line that fills it.
+
+    A document is full with MAX_DOCUMENT characters. A line may be as long as the file: no more than
+    that is read at a time."""
     document, size = [], 0
-    for line in lines:
-        line = line.rstrip("\n")
+    for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
         document.append(line)
         size += len(line)
-        if not line.strip() or size > MAX_DOCUMENT:
-            yield "\n".join(document)
+        if not line.strip() or size >= MAX_DOCUMENT:
+            yield "".join(document)
             document, size = [], 0
-    yield "\n".join(document)
+    yield "".join(document)
 
 
 def up_to(limit, texts):
@@ -167,8 +171,8 @@ def read_texts(path, limit=math.inf):
     kind = file_kind(path)
     if kind == "text":
         open_text = gzip.open if path.endswith(".gz") else open
-        with open_text(path, "rt", encoding="utf-8", errors="replace") as lines:
-            yield from up_to(limit, join_lines(lines))
+        with open_text(path, "rt", encoding="utf-8", errors="replace") as file:
+            yield from up_to(limit, split_documents(file))
         return
 
     import datasets
@@ -179,7 +183,7 @@ def read_texts(path, limit=math.inf):
         options = {"path": kind, "data_files": [path]}
     else:
         name, config = hub_name(path)
-        options = {"path": name, "name": config or None}
+        options = {"path": name, "name": config}
     stream = datasets.load_dataset(**options, split="train", streaming=True)
     parts = [stream]
     if limit < math.inf:  # the first files of a data set may be its oldest: take some from many
@@ -264,9 +268,9 @@ def filter_threshold():
     """Tokens for each character from which on a document is dropped; 0 where none is."""
     if filter_ratio >= 0:
         return filter_ratio
-    if vocab_size < 1 << 12:
+    if vocab_size < ENTRIES[0]:
         return 0.0
-    return float(np.interp(np.log2(vocab_size), range(12, 16), LIKE_ALBERT[normalisation]))
+    return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
 
 def choose(documents, count):
@@ -301,9 +305,10 @@ def choose(documents, count):
         count.update(read=1, tokens_read=len(ids), characters_read=characters)
         by_source[name].update({"read": 1, outcome: 1, "characters_read": characters})
         yield outcome, ids
-        if 0 < max_docs <= count["read"] or 0 < max_tokens <= count["tokens_read"]:
-            return
-        if 0 < max_rows * (seq_len - 1) <= count["tokens"]:
+        enough_docs = max_docs > 0 and count["read"] >= max_docs
+        enough_tokens = max_tokens > 0 and count["tokens_read"] >= max_tokens
+        enough_rows = max_rows > 0 and count["tokens"] >= max_rows * (seq_len - 1)
+        if enough_docs or enough_tokens or enough_rows:
             return
 
 
@@ -321,7 +326,8 @@ def spread_rows(pieces, is_end, rng, folder):
     if order == "shuffle":
         bucket = rng.integers(BUCKETS, size=len(rows))
     else:
-        bucket = BUCKETS - 1 - np.minimum(is_end[rows].sum(axis=1), BUCKETS - 1)
+        n_ends = is_end[rows].sum(axis=1)
+        bucket = np.maximum(BUCKETS - 1 - n_ends, 0)  # the first ones have most sentence ends
     for i in np.unique(bucket):
         with open(folder / f"bucket-{i:03}", "ab") as f:
             f.write(rows[bucket == i])  # tofile() and fromfile() are silent where a disk fails
@@ -344,7 +350,7 @@ def join_buckets(rng, folder):
 def write_data(documents, tokenizer, total, folder):
     """Write train.bin and val.bin into folder; returns the counts of meta.json.
 
-    total: bytes of the text, for the progress bar; math.inf where no end is known."""
+    total: tokens to read, for the progress bar; math.inf where no end is known."""
     from tqdm import tqdm
 
     count = Counter(dict.fromkeys(("read", *OUTCOMES, *SIZES), 0))
@@ -355,7 +361,8 @@ def write_data(documents, tokenizer, total, folder):
 
     held_out = []
     kept, n_kept = [], 0  # ids that are not in rows yet, and how many
-    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
+    look = {"unit": " tokens", "unit_scale": True, "desc": "tokenizing", "disable": None}
+    with tqdm(total=total, **look) as bar:
         for outcome, ids in choose(documents, count):
             if outcome == "held_out":
                 held_out.append(ids)
@@ -365,8 +372,7 @@ def write_data(documents, tokenizer, total, folder):
             if n_kept >= CHUNK:
                 rest = spread_rows(kept, is_end, rng, folder)
                 kept, n_kept = [rest], len(rest)
-            bar.set_postfix_str(f"{count['tokens'] / 1e6:.1f}M tokens", refresh=False)
-            bar.update(count["characters_read"] - bar.n)
+            bar.update(count["tokens_read"] - bar.n)
 
     count["rows"], count["left_over"] = divmod(count["tokens"], seq_len - 1)
     count["val_rows"] = count["val_tokens"] // (seq_len - 1)
@@ -454,28 +460,31 @@ def text_bytes(path):
 
 
 def print_estimate(texts, tokenizer, total_bytes, folder):
-    """Say, from timing about 1 MB of texts, how much disk and time the rows will take."""
-    n_tokens, n_characters = 0, 0
+    """Say, from timing about 1 MB of texts, how much disk and time the rows will take.
+
+    Returns how many tokens they are; math.inf where no end is known."""
+    n_tokens, n_bytes = 0, 0
     drawn = np.random.default_rng(0).permutation(len(texts))  # they stand source by source
     start = time.perf_counter()
     for i in drawn:
         n_tokens += len(tokenizer.encode(texts[i])) + 1
-        n_characters += len(texts[i])
-        if n_characters > 1e6:
+        n_bytes += len(texts[i].encode("utf-8", "replace"))
+        if n_bytes > 1e6:
             break
     n_threads = threads or os.cpu_count()
     rate = n_threads * n_tokens / (time.perf_counter() - start)  # tokens/s
-    tokens = total_bytes * n_tokens / n_characters
+    tokens = total_bytes * n_tokens / n_bytes
     for limit in (max_tokens, max_rows * seq_len):
         if limit > 0:
             tokens = min(tokens, limit)
     if tokens == math.inf:
         print(f"no end is known: 1,000M tokens take 2 GB of disk and {1e9 / rate:,.0f} s")
-        return
+        return tokens
     free = shutil.disk_usage(folder).free
     needs = f"{2 * tokens / 1e6:,.0f} MB of disk and {tokens / rate:,.0f} s"
     warning = f"; WARNING: only {free / 1e6:,.0f} MB are free there" if free < 2 * tokens else ""
     print(f"about {tokens / 1e6:,.1f}M tokens: {needs}{warning}", flush=True)
+    return tokens
 
 
 def print_summary(count, errors, goal, seconds):
@@ -531,10 +540,10 @@ def main():
         total_bytes = sum(map(text_bytes, files)) if files == paths else math.inf
         errors = {}  # {path: why}, of files that could not be read, or not to their end
         tokenizer, texts = make_vocabulary(sources, share, errors, partial)
-        print_estimate(texts, tokenizer, total_bytes, partial)
+        n_tokens = print_estimate(texts, tokenizer, total_bytes, partial)
         del texts
         documents = encode_all(in_turns(sources, share, errors), tokenizer)
-        count = write_data(documents, tokenizer, total_bytes, partial)
+        count = write_data(documents, tokenizer, n_tokens, partial)
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
         meta |= {"filter_threshold": filter_threshold()}
         meta |= {"settings": wanted, "counts": count, "errors": errors}

@@ -8,7 +8,6 @@ arch=crammed-bert-simple).
 data_dir = "data/crammed"
 out_dir = "out/bert_minimal_arch"
 source = "monology/pile-uncopyrighted"
-source_config = ""
 max_rows = 43166767
 order = "curriculum"
 # architecture

@@ -9,7 +9,6 @@ that configuration's own size: --batch_size=1536 --batch_start=1536.
 data_dir = "data/crammed"
 out_dir = "out/bert_minimal_train"
 source = "monology/pile-uncopyrighted"
-source_config = ""
 max_rows = 43166767
 order = "curriculum"
 position = "sinusoidal"

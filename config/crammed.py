@@ -13,7 +13,6 @@ The A6000 that scored 80.4 had micro-batches and a first step of 512 rows, as he
 data_dir = "data/crammed"
 out_dir = "out/crammed"
 source = "monology/pile-uncopyrighted"
-source_config = ""
 max_rows = 43166767
 order = "curriculum"
 # architecture: scaled sinusoidal positions, norms before the blocks, biases in the norms alone

@@ -1,4 +1,5 @@
 import gzip
+import io
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from transformers import AutoTokenizer
 import prepare as module
 from nanocram.configurator import assignments, settings
 from nanocram.tokenizer import CLS, SEP, Tokenizer
-from prepare import join_lines, pack, text_hash
+from prepare import pack, split_documents, text_hash
 
 FILES = ("tokenizer.json", "train.bin", "val.bin")
 
@@ -386,7 +387,7 @@ def put_on_hub(monkeypatch, texts, *lengths):
 
 def test_a_data_set_of_the_hub(tmp_path, corpus, data_dir, prepare, monkeypatch):
     put_on_hub(monkeypatch, corpus.read_text().split("\n\n"), 40, 40)
-    meta = prepare(tmp_path / "out", "some/texts", source_config="part")
+    meta = prepare(tmp_path / "out", "some/texts:part")
     assert same(tmp_path / "out", data_dir)
     assert meta["settings"]["files"] == []
 
@@ -402,7 +403,7 @@ def hub_of_files(monkeypatch, folder):
         if path == "json":
             return load_dataset(path, **options)
         asked.append((path, name))
-        there_is = None if name in ("part", "sample-10BT") else name
+        there_is = None if name == "part" else name
         return load_dataset(str(folder / path), there_is, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
@@ -418,10 +419,9 @@ def test_the_sample_of_a_hub_data_set_is_spread_over_its_shards(tmp_path, monkey
     everything = list(module.read_texts("some/texts:part"))
     assert everything == [f"shard {i} document {j:3}" for i in range(7) for j in range(300)]
     monkeypatch.setattr(module, "SHARDS", 3)
-    sample = list(module.read_texts("some/texts:", limit=3 * 200))
+    sample = list(module.read_texts("some/texts", limit=3 * 200))
     assert [text[:7] for text in sample] == 10 * ["shard 0"] + 10 * ["shard 3"] + 10 * ["shard 6"]
-    list(module.read_texts("some/texts"))
-    assert asked == [("some/texts", name) for name in ("part", None, "sample-10BT")]
+    assert asked == [("some/texts", name) for name in ("part", None)]
 
 
 def test_a_hub_data_set_and_files_of_ones_own(
@@ -446,17 +446,18 @@ def test_a_stream_that_breaks_off(tmp_path, corpus, prepare, monkeypatch, capsys
     texts = 10 * corpus.read_text().split("\n\n")
     out = tmp_path / "out"
     put_on_hub(monkeypatch, texts, 300)
-    dead = "WARNING: some/texts could not be read to its end: ConnectionError: the line is dead\n"
-    with pytest.raises(SystemExit, match=r"no text in some/texts, .*: give other"):
-        prepare(out, "some/texts", source_config="part")
+    why = "ConnectionError: the line is dead"
+    dead = f"WARNING: some/texts:part could not be read to its end: {why}\n"
+    with pytest.raises(SystemExit, match=r"no text in some/texts:part, .*: give other"):
+        prepare(out, "some/texts:part")
     assert not out.exists() and capsys.readouterr().out.count(dead) == 1
 
     put_on_hub(monkeypatch, texts, len(texts), 300)
     with pytest.raises(SystemExit, match="out holds what could be read: use it, or delete it"):
-        prepare(out, "some/texts", source_config="part")
+        prepare(out, "some/texts:part")
     assert capsys.readouterr().out.count(dead) == 1
     meta = json.loads((out / "meta.json").read_text())
-    assert meta["errors"] == {"some/texts": "ConnectionError: the line is dead"}
+    assert meta["errors"] == {"some/texts:part": why}
     assert 0 < meta["counts"]["read"] <= 300
 
 
@@ -465,8 +466,9 @@ def test_that_a_stream_broke_off_is_told_at_once(tmp_path, corpus, monkeypatch, 
     texts = 10 * documents_of(corpus)
     (tmp_path / "own.txt").write_text("\n\n".join(texts))
     put_on_hub(monkeypatch, texts, 300)
-    put(monkeypatch, module, source_config="part", weights=weights)
-    sources = {"some/texts": ["some/texts"], "own": [f"{tmp_path}/own.txt"]}
+    put(monkeypatch, module, weights=weights)
+    hub = "some/texts:part"
+    sources = {hub: [hub], "own": [f"{tmp_path}/own.txt"]}
     names, said = [], ""
     for name, _ in module.in_turns(sources, module.shares(sources), {}):
         names.append(name)
@@ -475,11 +477,11 @@ def test_that_a_stream_broke_off_is_told_at_once(tmp_path, corpus, monkeypatch, 
             told_at = len(names)
     said += capsys.readouterr().out
     why = "ConnectionError: the line is dead"
-    assert said == f"WARNING: some/texts could not be read to its end: {why}\n"
+    assert said == f"WARNING: {hub} could not be read to its end: {why}\n"
     if weights:
         assert told_at == len(names) < 2 * 300 + 40
     else:
-        assert told_at < 2 * 300 + 40 < len(names) == names.count("some/texts") + len(texts)
+        assert told_at < 2 * 300 + 40 < len(names) == names.count(hub) + len(texts)
 
 
 def test_the_size_of_the_text_is_about_right(tmp_path, corpus):
@@ -508,8 +510,9 @@ def test_the_estimate(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     tokenizer, some = Tokenizer(data_dir / "tokenizer.json"), texts[:3]
     n_tokens = sum(1 + len(tokenizer.encode(text)) for text in some)  # each has a [SEP]
-    tokens = total_bytes * n_tokens / sum(map(len, some))
-    module.print_estimate(some, tokenizer, total_bytes, tmp_path)
+    tokens = total_bytes * n_tokens / sum(len(text.encode()) for text in some)
+    limited = tokens if max_tokens < 1 else min(tokens, max_tokens)
+    assert module.print_estimate(some, tokenizer, total_bytes, tmp_path) == limited
     said = capsys.readouterr().out
     assert message.format(all=tokens / 1e6, disk=2 * tokens / 1e6) in said
     assert re.search(r"and [\d,]+ s", said) and said.count("\n") == 1
@@ -523,6 +526,16 @@ def test_the_estimate_is_drawn_from_all_sources(capsys, tmp_path, data_dir):
     module.print_estimate([sources[0]] * 2000 + [sources[1]] * 2000, tokenizer, 10**9, tmp_path)
     said = float(re.search(r"about ([\d,.]+)M", capsys.readouterr().out)[1].replace(",", ""))
     assert said == pytest.approx((few + many) / 2 / 999 * 1000, rel=0.1)
+
+
+def test_the_estimate_is_by_bytes(tmp_path, data_dir):
+    """A Cyrillic letter has two."""
+    tokenizer = Tokenizer(data_dir / "tokenizer.json")
+    tokenizer.mode = "plain"
+    texts = ["слово за слово " * 20] * 9
+    n_tokens = sum(1 + len(tokenizer.encode(text)) for text in texts)
+    total_bytes = sum(len(text.encode()) for text in texts)
+    assert module.print_estimate(texts, tokenizer, total_bytes, tmp_path) == n_tokens
 
 
 def test_limits(tmp_path, corpus, prepare):
@@ -551,15 +564,18 @@ def test_a_limit_on_tokens_holds_out_the_same_whatever_the_filter(
 
 @given(st.lists(st.sampled_from(["a", "bb", "", "  "])))
 def test_blank_lines_end_documents(lines):
-    ours = [d.strip() for d in join_lines(lines) if d.strip()]
+    ours = [d.strip() for d in split_documents(io.StringIO("\n".join(lines))) if d.strip()]
     theirs = [p.strip() for p in re.split(r"\n[ \n]*\n", "\n".join(lines)) if p.strip()]
     assert ours == theirs
 
 
 def test_a_text_without_blank_lines_is_cut(monkeypatch):
     monkeypatch.setattr(module, "MAX_DOCUMENT", 10)
-    cut = [document.split("\n") for document in join_lines(["abcd"] * 7)]
-    assert cut == [["abcd"] * 3, ["abcd"] * 3, ["abcd"]]
+    cut = list(split_documents(io.StringIO("\n".join(["abcd"] * 5))))
+    assert cut == ["abcd\nabcd\n", "abcd\nabcd\n", "abcd"]
+    line = "0123456789" * 5 + "end"
+    cut = list(split_documents(io.StringIO(f"abc\n{line}\nxyz")))
+    assert max(map(len, cut)) < 2 * 10 and "".join(cut) == f"abc\n{line}\nxyz"
 
 
 @pytest.mark.slow
@@ -672,7 +688,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ),
         ({"source": "c*.txt, ./corpus.txt"}, "'c*.txt' and './corpus.txt' name the same text: "),
         ({"source": "**/**/c*.txt,corpus.txt"}, "'**/**/c*.txt' and 'corpus.txt' name the same"),
-        ({"source": "a/b,a/b:sample-10BT"}, "'a/b' and 'a/b:sample-10BT' name the same text: "),
+        ({"source": "a/b,a/b:"}, "'a/b' and 'a/b:' name the same text: "),
         ({"weights": "1,2"}, "weights=1,2: give one positive number for each source, 1 in all"),
         ({"weights": "0"}, "weights=0: give one positive"),
         ({"weights": "-1"}, "weights=-1: give one positive"),

@@ -131,7 +131,10 @@ def run_train(argv, values, data):
     folder = Path(values["out_dir"])
     printed = folder.with_name(folder.name + ".txt")  # there, and so named, once the run is over
     facts = record.read_facts(folder)
-    if printed.exists() and facts.get("data") == data and facts.get("settings") == values:
+    wanted = {"settings": values, "data": data}
+    have = {"settings": facts.get("settings", {}), "data": facts.get("data")}
+    have["settings"]["micro_batch"] = values["micro_batch"]  # it may have been halved to fit
+    if printed.exists() and have == wanted:
         print(f"{folder} is there already")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -214,7 +217,7 @@ def write_csv(runs, path):
         for name, of_one in runs.items():
             for facts, rows in of_one:
                 row = facts["settings"] | facts | rows[-1]
-                writer.writerow(row | {"recipe": name, "commit": facts["commit"][:7]})
+                writer.writerow(row | {"recipe": name})
 
 
 def main():

@@ -29,13 +29,14 @@ def assignments(path, strict=False):
         sys.exit(f"cannot read the recipe {path}: {error}")
     found = {}
     for node in nodes:
-        try:
-            (target,) = node.targets
-            found[target.id] = (ast.literal_eval(node.value), node)
-        except (AttributeError, *NOT_LITERAL):
-            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if strict and not is_docstring:
-                sys.exit(f"{path}, line {node.lineno}: a recipe holds only `name = literal` lines")
+        is_assignment = isinstance(node, ast.Assign) and len(node.targets) == 1
+        if is_assignment and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(*NOT_LITERAL):
+                found[node.targets[0].id] = (ast.literal_eval(node.value), node)
+                continue
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if strict and not is_docstring:
+            sys.exit(f"{path}, line {node.lineno}: a recipe holds only `name = literal` lines")
     return found
 
 

@@ -94,7 +94,9 @@ def parts(name, with_tests):
     """{split, or file of a submission: (task, split) of its texts}: what a fine-tuning reads."""
     found = {split: (name, split) for split in TASKS[name].rows if is_labelled(split)}
     if with_tests:
-        found |= {file: source for file, (by, *source) in SUBMISSION.items() if by == name}
+        for file, (answered_by, task, split) in SUBMISSION.items():
+            if answered_by == name:
+                found[file] = (task, split)
     return found
 
 

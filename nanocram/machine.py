@@ -23,9 +23,9 @@ import torch
 # promise them. One entry adds your card.
 # fmt: off
 DATASHEET = {
-    "B200": 2250, "H200": 989, "H100": 989, "H100 PCIe": 756, "A100": 312, "L40S": 362, "L4": 121,
-    "A10": 125, "A6000": 155, "5090": 210, "4090": 165, "3090": 71, "2080 Ti": 54,
-    "V100": 125, "T4": 65,
+    "B200": 2250, "H200": 989, "H100": 989, "H100 PCIe": 756, "A100": 312, "A100 PCIe": 312,
+    "L40S": 362, "L4": 121, "A10": 125, "A6000": 155, "5090": 210, "4090": 165, "3090": 71,
+    "2080 Ti": 54, "V100": 125, "T4": 65,
 }
 # fmt: on
 VARIANTS = {"PCIe", "NVL", "Ti", "SUPER", "Laptop", "D", "MIG"}  # these make a card another one
@@ -79,8 +79,11 @@ def native_bf16(device):
     """Whether "cuda", "mps" or "cpu" computes in bfloat16; emulated it is up to 20 times slower."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # bool() is False
-    return device == "cpu" and any(getattr(torch.cpu, name, bool)() for name in names)
+    if device != "cpu":
+        return False
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # a torch may lack either
+    checks = [getattr(torch.cpu, name) for name in names if hasattr(torch.cpu, name)]
+    return any(check() for check in checks)
 
 
 def keep_freed_memory():
@@ -176,7 +179,7 @@ def device_name(device):
 def describe(device):
     """Versions, hardware, commit of this code and the date: a dict of strings and numbers."""
     commit = ""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]  # no tag, but the hash
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no git, or a disk that hangs
         here = Path(__file__).parent
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=20)

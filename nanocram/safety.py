@@ -126,7 +126,9 @@ def run(main, where, then, less_memory=lambda: "a smaller model"):
 
 
 def stop_at_signals(stop):
-    """Call stop() at the first SIGINT or SIGTERM; the second one ends the process at once."""
+    """Call stop() at the first SIGINT or SIGTERM; a second one of a kind ends the process at once.
+
+    Of a kind: after a Ctrl-C torchrun sends its ranks a SIGTERM, and they are to save."""
 
     def handler(number, frame):
         stop()

@@ -232,9 +232,7 @@ class Block(nn.Module):
 
 
 def additive_mask(attention_mask, dtype):
-    """attention_mask (B, T), 0 at padding, as what SDPA adds to scores: (B, 1, 1, T).
-
-    That is 0 at tokens and −inf at padding."""
+    """What SDPA adds to scores, (B, 1, 1, T): 0, and −inf where attention_mask (B, T) is 0."""
     padding = ~attention_mask.bool()[:, None, None]
     return torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
 

@@ -131,10 +131,10 @@ def shares(names):
 
 
 def split_documents(file):
-    """The documents of an open text file: a blank line ends one, and the line that fills it.
+    """The documents of an open text file.
 
-    A document is full with MAX_DOCUMENT characters. A line may be as long as the file: no more than
-    that is read at a time."""
+    One ends at a blank line, or with the line by which it has MAX_DOCUMENT characters. Of a longer
+    line, which may be the whole file, no more than that is taken at a time."""
     document, size = [], 0
     for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
         document.append(line)
@@ -423,7 +423,8 @@ def begin_folder(goal, wanted):
         if have == wanted:
             print(f"{goal} is finished already, with these very settings: nothing to do")
             sys.exit(0)
-        other = [f"{k}={have.get(k)!r:.40}" for k in wanted if have.get(k) != wanted[k]]
+        names = have | wanted
+        other = [f"{k}={have.get(k)!r:.40}" for k in names if have.get(k) != wanted.get(k)]
         sys.exit(f"{goal} was made with {', '.join(other)}: delete it or choose another --data_dir")
     if goal.is_symlink() or os.path.ismount(goal):
         sys.exit(f"{goal} is a link or a mount point: name a folder in it as --data_dir")
@@ -543,6 +544,8 @@ def main():
         n_tokens = print_estimate(texts, tokenizer, total_bytes, partial)
         del texts
         documents = encode_all(in_turns(sources, share, errors), tokenizer)
+        if max_docs > 0 or max_rows > 0:
+            n_tokens = math.inf  # what is read for these is not known before
         count = write_data(documents, tokenizer, n_tokens, partial)
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
         meta |= {"filter_threshold": filter_threshold()}

@@ -131,10 +131,9 @@ def run_train(argv, values, data):
     folder = Path(values["out_dir"])
     printed = folder.with_name(folder.name + ".txt")  # there, and so named, once the run is over
     facts = record.read_facts(folder)
-    wanted = {"settings": values, "data": data}
-    have = {"settings": facts.get("settings", {}), "data": facts.get("data")}
-    have["settings"]["micro_batch"] = values["micro_batch"]  # it may have been halved to fit
-    if printed.exists() and have == wanted:
+    # micro_batch may have been halved until a step fitted; as typed it stands beside.
+    asked = facts.get("settings", {}) | {"micro_batch": facts.get("asked_micro_batch")}
+    if printed.exists() and facts.get("data") == data and asked == values:
         print(f"{folder} is there already")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -216,8 +215,10 @@ def write_csv(runs, path):
         writer.writeheader()
         for name, of_one in runs.items():
             for facts, rows in of_one:
+                commit, dash, dirty = facts["commit"].partition("-")
                 row = facts["settings"] | facts | rows[-1]
-                writer.writerow(row | {"recipe": name})
+                row |= {"recipe": name, "commit": commit[:7] + dash + dirty}
+                writer.writerow(row)
 
 
 def main():

@@ -46,7 +46,7 @@ random_token_share = 0.0        # ... and 0.1 that become a random token; the re
 optimizer = "muon"              # muon (on the blocks' matrices, AdamW on the rest) | adamw | adam
 muon_lr = 0.02                  # peak learning rate of Muon; public speed runs have 0.02 to 0.035
 muon_weight_decay = 0.05        # decoupled, of Muon's matrices
-lr = 0.004                      # peak learning rate of AdamW, Adam; untuned; 0.001 without Muon
+lr = 0.004                      # peak learning rate of AdamW, Adam; without Muon take 0.001
 weight_decay = 0.0              # of AdamW (decoupled) and Adam (coupled); the paper has 0.01
 beta1 = 0.9                     # of AdamW and Adam
 beta2 = 0.95                    # of AdamW and Adam; the paper has 0.98
@@ -158,7 +158,7 @@ def padded_mask_counts():
 
 
 def padded_mask_count(n_mask):
-    """The smallest of them that holds n_mask; logits beyond n_mask have no label."""
+    """The smallest of these that is at least n_mask; the logits beyond n_mask have no label."""
     return min(count for count in padded_mask_counts() if count >= n_mask)
 
 
@@ -599,7 +599,9 @@ def save_is_due(run):
 
 
 def evaluate_log_save(run, held_out_sets, tokenizer, write):
-    """Do what is due of these before the next step. write(line) prints beside the progress bar."""
+    """Evaluate or log, then save, whatever is due before the next step.
+
+    write(line) prints beside the progress bar."""
     state = run.state
     number = int(run.clock.progress() * evals)
     if evaluation_is_due(run, number):
@@ -738,6 +740,7 @@ def write_facts(run):
     rate = run.matmul_rate / parallel.WORLD
     facts = {"parameters": size, "flops_per_token": run.flops_per_token, "matmul_flops": rate}
     facts |= {"amp_dtype": str(run.amp_dtype), "processes": parallel.WORLD}
+    facts |= {"asked_micro_batch": run.state.asked_micro_batch}  # in the settings, what fitted
     text = run.meta["settings"]
     corpus = {"source": text["source"], "normalisation": text["normalisation"]}
     facts |= {"data": run.meta["sha256"]["train.bin"], "corpus": corpus | run.meta["counts"]}
@@ -799,16 +802,16 @@ def main():
         # Weights, the optimisers' states, the loss scale, State (in place), and the seconds used
         # until then.
         checkpoint.restore(run, optimizer)
-    asked_micro_batch = micro_batch
     asks_the_same = state.asked_micro_batch == micro_batch  # as before the resume
+    state.asked_micro_batch = micro_batch
     if asks_the_same and state.micro_batch < micro_batch:
         micro_batch = state.micro_batch
-        known = f"{asked_micro_batch} did not fit in memory (another --micro_batch is tried anew)"
-        print(f"micro_batch={micro_batch}, since {known}")
+        known = f"since {state.asked_micro_batch} did not fit in memory"
+        print(f"micro_batch={micro_batch}, {known} (another --micro_batch is tried anew)")
     if parallel.RANK == 0:
         begin_record(run, wandb)
 
-    # The first signal asks the loop to end and save; a second one ends the process at once.
+    # The first signal asks the loop to end and save; a second one of its kind ends the process.
     def stop_run():
         run.stop = True
 
@@ -819,9 +822,8 @@ def main():
     clock.start()
     run.first_row = state.row
     held_out_sets = compile_and_fit(run, held_out_rows)
-    state.asked_micro_batch = asked_micro_batch
     state.micro_batch = micro_batch
-    if parallel.RANK == 0 and micro_batch < asked_micro_batch:
+    if parallel.RANK == 0 and micro_batch < state.asked_micro_batch:
         write_facts(run)
     clock.spent["starting"] = time.monotonic() - clock.started
     state.start_seconds += clock.spent["starting"]

@@ -164,6 +164,22 @@ def test_no_run_takes_what_another_has_compiled(tmp_path, monkeypatch):
     assert not any(cache.exists() for cache in caches)
 
 
+def test_a_run_whose_micro_batch_was_halved_is_known_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(race.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    folder = tmp_path / "mine"
+    asked = {"out_dir": str(folder), "micro_batch": 8}
+    folder.mkdir()
+    facts = {"settings": asked | {"micro_batch": 2}, "asked_micro_batch": 8, "data": "rows"}
+    (folder / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "mine.txt").write_text("over")
+    race.run_train(["mine.py"], asked, "rows")
+    assert "is there already" in capsys.readouterr().out
+    for micro_batch in (2, 16):
+        with pytest.raises(SystemExit, match="did not come to its end"):
+            race.run_train(["mine.py"], asked | {"micro_batch": micro_batch}, "rows")
+        (tmp_path / "mine.txt").write_text("over")
+
+
 NAMES = ["mine", "mine+optimizer=adamw+lr=2e-3"]
 
 
@@ -217,7 +233,7 @@ def test_the_table_and_the_csv_of_a_race(raced):
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", row["date"])
         assert row["device"].startswith("cpu: ")
         assert int(row["threads"]) >= 1
-        assert facts["commit"] == row["commit"]
+        assert row["commit"] == re.sub("^([0-9a-f]{7})[0-9a-f]{33}", r"\1", facts["commit"])
     assert (folder / "race.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -585,6 +585,26 @@ def test_advice_where_memory_runs_out(setting):
     assert module.less_memory() == "a smaller model"
 
 
+def test_the_commit_is_a_hash_whatever_tags_there_are_and_says_what_is_changed(
+    tmp_path, monkeypatch
+):
+    def git(*args):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        done = subprocess.run(["git", *who, *args], cwd=tmp_path, capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    git("init")
+    (tmp_path / "machine.py").write_text("# ours")
+    git("add", ".")
+    git("commit", "-m", "one")
+    git("tag", "-a", "v1", "-m", "one")
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    commit = git("rev-parse", "HEAD")
+    assert machine.describe(torch.device("cpu"))["commit"] == commit
+    (tmp_path / "machine.py").write_text("# changed")
+    assert machine.describe(torch.device("cpu"))["commit"] == commit + "-dirty"
+
+
 def test_git_that_hangs_does_not_hang_a_run(monkeypatch):
     def hangs(command, **how):
         if command[0] == "git":
@@ -778,7 +798,7 @@ def test_micro_batch_halves_until_it_fits(train, setting, small_memory, capsys):
     assert "out of memory with micro_batch=4: going on with 2" in said
     assert max(tried[tried.index(2) :]) == 2  # evaluations too
     facts = run_json(train)
-    assert facts["settings"]["micro_batch"] == 2
+    assert (facts["settings"]["micro_batch"], facts["asked_micro_batch"]) == (2, 8)
     rows = record.read_log(train.out_dir)
     assert rows[-1]["step"] == 4 and {row["batch_size"] for row in rows[1:]} == {8, 16}
 

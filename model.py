@@ -154,7 +154,7 @@ class Attention(nn.Module):
         B, T, C = x.shape
         return x.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
 
-    def forward(self, x, rope, mask, context, positions):
+    def forward(self, x, context, rope, mask, positions):
         """Vectors x (B, K, C), from positions (B, K) of a row, attend to context (B, T, C).
 
         positions None: x is at all T positions. rope: cos and sin (T, D) in the dtype of queries,
@@ -223,11 +223,11 @@ class Block(nn.Module):
         x is then at positions (B, K). Neither has gone through this block's norm yet."""
         if self.post_norm:
             context = x if context is None else context
-            x = self.attn_norm(x + self.drop(self.attn(x, rope, mask, context, positions)))
+            x = self.attn_norm(x + self.drop(self.attn(x, context, rope, mask, positions)))
             return self.mlp_norm(x + self.drop(self.mlp(x)))
         normed = self.attn_norm(x)
         context = normed if context is None else self.attn_norm(context)
-        x = x + self.drop(self.attn(normed, rope, mask, context, positions))
+        x = x + self.drop(self.attn(normed, context, rope, mask, positions))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 

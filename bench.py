@@ -110,7 +110,8 @@ def measure_speed(run):
     print(f"first step   {first:.1f} s, {start_seconds:.1f} s of it to compile and fit in memory")
 
     # Steps of about 2 s, or less, between two measurements of the yardstick.
-    n_micro = max(1, min(train.batch_size // train.micro_batch, int(2 / min(others))))
+    in_a_batch = train.batch_size // train.micro_batch
+    n_micro = max(1, min(in_a_batch, int(2 / min(others))))
     n_rows = n_micro * train.micro_batch
     limit = machine.matmul_rate(dev, run.amp_dtype)
     n_steps = DISCARDED + bench_steps

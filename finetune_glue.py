@@ -177,8 +177,9 @@ def hugging_face_candidate(name):
     # The classifier is new, and some models have a pooler that was not pre-trained.
     prefix = net.model.base_model_prefix + "."
     base = {key: t for key, t in net.model.state_dict().items() if key.startswith(prefix)}
-    wrong = {*net.info["missing_keys"], *(key for key, *_ in net.info["mismatched_keys"])}
-    wrong = sorted(key for key in wrong & base.keys() if "pooler" not in key)
+    mismatched = [key for key, *_ in net.info["mismatched_keys"]]
+    not_loaded = base.keys() & {*net.info["missing_keys"], *mismatched}
+    wrong = sorted(key for key in not_loaded if "pooler" not in key)
     if wrong:
         sys.exit(f"{name} is incomplete: {wrong[0]} is missing or of another shape")
     config = net.model.config

@@ -67,13 +67,11 @@ HINTS = {"zstd": "type pip install zstandard", "Config": "name one as NAME:CONFI
 # embedded corpus and 85 % of Wikipedia and books.
 ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
-# What is in memory at a time is bounded: the characters of a document of a text file (without blank
-# lines it is cut), the documents that wait for a thread, the tokens that are packed into rows. The
-# rows go into so many files, which are put in order one by one.
-MAX_DOCUMENT = 1 << 20
-WAITING = 256
-CHUNK = 1 << 23
-BUCKETS = 128
+# Bounds on memory:
+MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
+WAITING = 256  # documents that wait for a thread
+CHUNK = 1 << 23  # tokens to collect before they are packed into rows
+BUCKETS = 128  # files that the rows go into, put in order one by one
 # What this script writes, and may delete in the folder of a run that was killed.
 OURS = ("tokenizer*.json", "train.bin", "val.bin", "meta.json", "*.tmp", "bucket-*")
 # The counts of meta.json: what became of the documents, and what they add up to.
@@ -197,7 +195,7 @@ def read_texts(path, limit=math.inf):
 def read_documents(paths, errors, limit=math.inf):
     """The documents of every path in turn, at most about limit characters from each.
 
-    A file that cannot be read, or not to its end, is told of once and noted in errors."""
+    A warning is printed once for a file that cannot be read to its end; errors notes why."""
     from tqdm import tqdm
 
     for path in paths:
@@ -464,10 +462,11 @@ def print_estimate(texts, tokenizer, total_bytes, folder):
     """Say, from timing about 1 MB of texts, how much disk and time the rows will take.
 
     Returns how many tokens they are; math.inf where no end is known."""
-    n_tokens, n_bytes = 0, 0
+    n_docs, n_tokens, n_bytes = 0, 0, 0
     drawn = np.random.default_rng(0).permutation(len(texts))  # they stand source by source
     start = time.perf_counter()
     for i in drawn:
+        n_docs += 1
         n_tokens += len(tokenizer.encode(texts[i])) + 1
         n_bytes += len(texts[i].encode("utf-8", "replace"))
         if n_bytes > 1e6:
@@ -475,7 +474,7 @@ def print_estimate(texts, tokenizer, total_bytes, folder):
     n_threads = threads or os.cpu_count()
     rate = n_threads * n_tokens / (time.perf_counter() - start)  # tokens/s
     tokens = total_bytes * n_tokens / n_bytes
-    for limit in (max_tokens, max_rows * seq_len):
+    for limit in (max_tokens, max_rows * seq_len, max_docs * n_tokens / n_docs):
         if limit > 0:
             tokens = min(tokens, limit)
     if tokens == math.inf:
@@ -544,8 +543,8 @@ def main():
         n_tokens = print_estimate(texts, tokenizer, total_bytes, partial)
         del texts
         documents = encode_all(in_turns(sources, share, errors), tokenizer)
-        if max_docs > 0 or max_rows > 0:
-            n_tokens = math.inf  # what is read for these is not known before
+        if max_rows > 0:
+            n_tokens = math.inf  # what is read for so many is not known before
         count = write_data(documents, tokenizer, n_tokens, partial)
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
         meta |= {"filter_threshold": filter_threshold()}

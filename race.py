@@ -4,7 +4,8 @@
     python race.py config/crammed.py config/bert.py --shrink=4,3,64 --data_dir=data/small
 
 A contender is a recipe, shrunk if that is asked for, then changed by what follows a +; settings of
-train.py on the command line hold for all. The same command runs only what is not there already.
+train.py on the command line (--name=value) hold for all. The same command again runs only what is
+not there already.
 """
 
 import contextlib
@@ -175,7 +176,8 @@ def time_to(rows, loss):
 
 def times_faster(rows, other_rows):
     """How many times sooner than another a run is at the lowest loss that both reach."""
-    lowest, other_lowest = (min(row[HELD_OUT] for row in log) for log in (rows, other_rows))
+    lowest = min(row[HELD_OUT] for row in rows)
+    other_lowest = min(row[HELD_OUT] for row in other_rows)
     loss = max(lowest, other_lowest)
     ours, theirs = time_to(rows, loss), time_to(other_rows, loss)
     return theirs / ours if ours else math.inf

@@ -304,12 +304,8 @@ def build_optimizers(named):
     groups = [{"params": decayed, "weight_decay": weight_decay}]
     if exempt:
         groups.append({"params": exempt, "weight_decay": 0.0})
-    options = {
-        "lr": lr,
-        "betas": (beta1, beta2),
-        "eps": adam_eps,
-        "fused": where in ("cuda", "cpu"),
-    }
+    fused = where in ("cuda", "cpu")
+    options = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "fused": fused}
     kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
     optimizers = [kind(groups, **options)]
     if matrices:
@@ -428,7 +424,7 @@ def compile_and_fit(run, held_out_rows):
         elif parallel.any_rank(trouble == OUT_OF_MEMORY):
             if micro_batch == 1:
                 raise MemoryError
-            smaller = max(n for n in range(1, micro_batch) if micro_batch % n == 0)
+            smaller = smaller_micro_batch()
             failed = f"{OUT_OF_MEMORY} with micro_batch={micro_batch}"
             print(f"{failed}: going on with {smaller}", flush=True)
             micro_batch = smaller
@@ -439,6 +435,11 @@ def compile_and_fit(run, held_out_rows):
             return held_out_sets
         if parallel.any_rank(run.stop):
             return held_out_sets
+
+
+def smaller_micro_batch():
+    """The largest size below micro_batch that divides it, and with it the batch."""
+    return max(n for n in range(1, micro_batch) if micro_batch % n == 0)
 
 
 def try_a_step(run, compiled, held_out_batch):
@@ -466,10 +467,10 @@ def try_a_step(run, compiled, held_out_batch):
 
 
 def rehearse(run, held_out_batch):
-    """The micro-batches of a step, and an evaluation's; all graphs are compiled here.
+    """Run the passes of a step's micro-batches and of an evaluation: this compiles all graphs.
 
     The second micro-batch, as large as the first, finds its gradients in memory, beside room for
-    all that the optimisers will remember. No weight changes."""
+    the optimisers' states. No weight changes."""
     room = []
     for o in run.optimizers:
         moments = 1 if isinstance(o, Muon) else 2
@@ -906,7 +907,7 @@ def less_memory():
     if not offload:
         advice.insert(0, "--offload=True --optimizer=adamw --lr=0.001")
     if micro_batch > 1:
-        advice.insert(0, f"--micro_batch={micro_batch // 2}")
+        advice.insert(0, f"--micro_batch={smaller_micro_batch()}")
     return ", or ".join(advice)
 
 

@@ -38,13 +38,14 @@ def write(run, optimizer):
     }
 
     def write_to(path):
-        # A file that torch opens itself hides why the disk fails; of ours it complains afterwards.
+        # Given a path, torch would hide why the disk fails; given a file, that is its context.
         with open(path, "wb") as f:
             try:
                 torch.save(checkpoint, f)
             except RuntimeError as e:
-                why = e.__context__
-                raise why if isinstance(why, OSError) else e from None
+                cause = e.__context__
+                error = cause if isinstance(cause, OSError) else e
+                raise error from None
 
     write_beside(run.folder / "ckpt.pt", write_to)
 
@@ -102,7 +103,7 @@ def objection(run, optimizer, checkpoint):
 
 
 def optimizer_misfit(optimizers, states):
-    """What of the saved states is not of these optimisers, in a few words; '' if all is."""
+    """The first thing in saved optimiser states that does not fit these optimisers; '' if none."""
     for o, state in zip(optimizers, states, strict=True):
         params = [p for group in o.param_groups for p in group["params"]]
         for i, remembered in state.items():

@@ -49,7 +49,7 @@ def settings(script):
 def configure(namespace, argv=None, also=""):
     """Set the settings in a script's globals() from argv: recipe files, --name=value, --help.
 
-    Takes those of the script `also`, which lies beside it, as well; returns them, {name: value}."""
+    argv may also set those of `also`, a script in the same folder; returns these, {name: value}."""
     script = Path(namespace["__file__"])
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv:

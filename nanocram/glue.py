@@ -101,10 +101,10 @@ def parts(name, with_tests):
 
 
 def read(name, split, glue_dir):
-    """(texts [(sentence,) or (first, second), …], labels) of a split; test sets have None.
+    """(texts, labels) of a split: [(sentence,) or (first, second), …] and an array (N,).
 
-    From the official files in glue_dir, or from the Hub where that is ''. Exits with one line for
-    what is missing or damaged."""
+    It reads the official files in glue_dir, or the Hub if that is ''; labels of test sets are None.
+    Exits with one line if something is missing or damaged."""
     task = WITH_AX[name]
     texts, labels = read_tsv(name, split, glue_dir) if glue_dir else read_hub(name, split)
     if not texts:
@@ -146,9 +146,9 @@ def read_tsv(name, split, glue_dir):
         rows = csv.DictReader(f, header, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
             for row in rows:
-                if None in row:
+                if None in row:  # DictReader's key for cells beyond the header
                     raise ValueError("too many columns")
-                if None in row.values():
+                if None in row.values():  # its value for missing cells
                     # A few of QQP's rows end too soon; the Hub has left them out, too.
                     if labelled:
                         continue
@@ -157,7 +157,7 @@ def read_tsv(name, split, glue_dir):
                 if labelled:
                     label = row[task.label]
                     labels.append(number_of[label] if task.labels else float(label))
-                    if not 0 <= labels[-1] <= 5:
+                    if not 0 <= labels[-1] <= 5:  # STS-B's scores; numbers of classes are below 3
                         raise ValueError(f"no score is {label}")
         except (OSError, EOFError, ValueError, LookupError, csv.Error) as e:
             sys.exit(f"{path}, line {rows.line_num} ({e!r:.80}): fetch the official file")
@@ -180,7 +180,7 @@ def read_hub(name, split):
 
 
 def fingerprint(*parts):
-    """16 hexadecimal digits that stand for parts: bytes, or anything with a text of its own."""
+    """16 hexadecimal digits of SHA-256 over parts: bytes as they are, all else as str()."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part if isinstance(part, bytes) else str(part).encode())
@@ -211,7 +211,7 @@ def score(name, labels, outputs):
 
 # Tables of runs, {"task", "seed", "rows", "data", "scores", …}, as they stand in glue.json.
 def runs_by_task(runs):
-    """{task: its runs, by seed}; where some were on other data, those on the data of the last."""
+    """{task: its runs, sorted by seed}; only those on the same data as the task's last run."""
     result = {}
     for task in TASKS:
         found = [run for run in runs if run["task"] == task]
@@ -239,7 +239,8 @@ def table_row(name, runs):
     """The cells of a line: name and seeds, nine medians, two means; * where rows are missing."""
     by_task = runs_by_task(runs)
     counts = [len(found) for found in by_task.values()]
-    seeds = " to ".join(str(n) for n in sorted({min(counts), max(counts)}))
+    least, most = min(counts), max(counts)
+    seeds = f"{least}" if least == most else f"{least} to {most}"
     cells = [f"{name}; seeds: {seeds}"]
     nine, eight = [], []
     mark = ""
@@ -285,7 +286,8 @@ def footnotes(results):
 def markdown(rows):
     """Rows of cells, the heading first, as lines of Markdown with aligned columns."""
     rule = ["---"] + ["---:"] * (len(rows[0]) - 1)
-    width, *widths = [max(map(len, column)) for column in zip(*rows, rule, strict=True)]
+    columns = zip(*rows, rule, strict=True)
+    width, *widths = [max(map(len, column)) for column in columns]
     lines = []
     for first, *others in [rows[0], rule, *rows[1:]]:
         cells = [cell.rjust(n) for cell, n in zip(others, widths, strict=True)]
@@ -349,7 +351,8 @@ def write_submission(folder, runs):
 
     folder/seed0/CoLA.tsv and so on are there already; each run's "predictions" names its files."""
     chosen = {}
-    for found in runs_by_task([run for run in runs if run["predictions"]]).values():
+    answered = [run for run in runs if run["predictions"]]
+    for found in runs_by_task(answered).values():
         ranked = sorted(found, key=lambda run: next(iter(run["scores"].values())))
         middle = ranked[(len(ranked) - 1) // 2]
         chosen |= {file: f"seed{middle['seed']}/{file}" for file in middle["predictions"]}

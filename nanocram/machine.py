@@ -142,7 +142,7 @@ def matmul_rate(device, dtype):
 
 def datasheet_rate(name):
     """FLOP/s that the vendor promises for the card of that name, 0 where we do not know."""
-    words = set(re.split("[ -]", name))
+    words = set(re.split("[ -]", name.replace("PCIE", "PCIe")))
     for card, teraflops in DATASHEET.items():
         wanted = set(card.split())
         if wanted <= words and not words & (VARIANTS - wanted):

@@ -98,11 +98,11 @@ def from_folder_keys(state, config):
 
 
 def identity_head(config):
-    """What a ModernBERT has besides, since it always has a head, where our model has none.
+    """The weights that a ModernBERT needs for its head where our model has none.
 
-    Its dense layer is the identity. Its norm has the weights of our final norm, its own final norm
-    has ones. To norm twice is to norm once, but for norm_eps / 2 of it where the variance is 1 or
-    more."""
+    The head's dense layer is the identity. Its norm has our final norm's weights, and the final
+    norm before it has ones: normalising twice differs from once by no more than norm_eps / 2 of it,
+    where the variance is 1 or more."""
     width = config.n_embd
     weights = {"head.dense.weight": torch.eye(width), "model.final_norm.weight": torch.ones(width)}
     if config.linear_bias:
@@ -175,7 +175,7 @@ def load(folder, device="cpu"):
 
 
 def misfit(state, wanted):
-    """The first thing wrong with a state dict beside one with the right names and shapes, or ''."""
+    """What is wrong with a state dict: a name or shape not as in wanted, or not finite; or ''."""
     for name in sorted(state.keys() | wanted.keys()):
         if name not in wanted:
             return f"{name} is unknown"

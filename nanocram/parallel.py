@@ -33,9 +33,9 @@ def join(device):
         sys.exit(f"there is no GPU for {which}: type --nproc_per_node={gpus}")
     if gpus:
         torch.cuda.set_device(LOCAL_RANK)
-    # Its functions' defaults are the group there is at its import. torch imports it sooner or
-    # later, and leave() does not destroy a group they keep: the threads of gloo run on while Python
-    # ends, and now and then abort it.
+    # Default arguments in this module hold the process group that exists when it is imported. If
+    # torch imported it later, they would keep our group alive after leave(): gloo's threads would
+    # run on while Python exits, and now and then abort it.
     from torch.distributed.nn import functional  # noqa: F401
 
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
@@ -56,8 +56,9 @@ def all_reduce(tensors):
     if WORLD == 1:
         return
     try:
-        for under_way in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-            under_way.wait()
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
     except RuntimeError as e:
         if is_out_of_memory(e):
             raise
@@ -67,7 +68,7 @@ def all_reduce(tensors):
 
 
 def agree(progress, stop):
-    """(rank 0's progress, whether any rank wants to stop), on all ranks: there is one clock."""
+    """(rank 0's progress, whether any rank wants to stop), the same on all ranks."""
     if WORLD == 1:
         return progress, stop
     mine = [progress if RANK == 0 else 0.0, float(stop)]

@@ -38,6 +38,8 @@ def new_folder(folder):
     """Make a folder for a new run; an earlier run in it is moved aside, anything else refused."""
     folder = Path(folder)
     if (folder / "run.json").exists():
+        if not folder.name:
+            sys.exit(f"{folder.absolute()} holds a run and you are in it: choose another --out_dir")
         aside = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
         free = next(path for path in aside if not path.exists())
         folder.rename(free)

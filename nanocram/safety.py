@@ -55,9 +55,9 @@ def lock_file(folder):
 
 
 def lock(path, wait=False):
-    """The file of that path, open and locked until it is closed; a process that is killed loses it.
+    """Open the file at path, creating it if need be, and lock it until it is closed.
 
-    It is made where it is missing. Where another process has it, this waits, or exits."""
+    A killed process loses its lock. While another one holds it, this waits (wait=True) or exits."""
     # For writing: NFS locks nothing that is open for reading only.
     file = open(path, "a")  # noqa: SIM115
     if fcntl is None:
@@ -102,10 +102,10 @@ class Unbreakable:
 
 
 def run(main, where, then, less_memory=lambda: "a smaller model"):
-    """Call a script's main(); what the user or the machine does to it ends it in one line.
+    """Call a script's main(); interrupts and errors of the machine end it in one line.
 
-    where: what an error of the system is about if it names no file; then: how to go on after it;
-    less_memory(): what to type if memory does not suffice. Defects keep their trace."""
+    where: what to blame for an OSError that names no file; then: how to go on afterwards;
+    less_memory(): what to type when memory runs out. Bugs keep their traceback."""
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file is written by lines
     sys.stdout = Unbreakable(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

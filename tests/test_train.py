@@ -581,6 +581,8 @@ def test_advice_where_memory_runs_out(setting):
     setting(micro_batch=48)
     offloaded = "--offload=True --optimizer=adamw --lr=0.001"
     assert module.less_memory() == f"--micro_batch=24, or {offloaded}, or a smaller model"
+    setting(micro_batch=25)  # 12 would divide no batch that 25 divides
+    assert module.less_memory() == f"--micro_batch=5, or {offloaded}, or a smaller model"
     setting(micro_batch=1, offload=True)
     assert module.less_memory() == "a smaller model"
 

@@ -351,6 +351,14 @@ def test_a_run_that_logged_nothing_yet_resumes_again(tmp_path):
         record.resume(tmp_path, {}, step=0, elapsed=0.0)
 
 
+def test_a_run_that_one_stands_in_is_left_there(tmp_path, monkeypatch):
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="holds a run and you are in it: choose another"):
+        record.new_folder(".")
+    assert (tmp_path / "run.json").exists()
+
+
 def test_what_is_lost_is_said(tmp_path, data_dir, capsys):
     out = tmp_path / "out"
     record.new_folder(out)

@@ -1,6 +1,6 @@
 """A model larger than the card: 2.2B parameters in host memory.
 
-Weights, gradients and AdamW's moments take 35 GB, and 45 as pinned memory comes and with room to
+Weights, gradients and AdamW's moments take 35 GB, and 44 as pinned memory comes and with room to
 read a checkpoint. Two blocks of 66M parameters are on the device (nanocram/offload.py). Micro-
 batches of many rows hide the copies, large batches make the host's AdamW worth while. A day of one
 card is far too short to train so many: this is for the machine whose memory, not time, is the

@@ -4,7 +4,7 @@
 data_dir = "data/tiny"
 source = "data/sample.txt.gz"
 vocab_size = 4096
-filter_ratio = 0.0  # novels: there is nothing to drop
+filter_ratio = 0.0  # books: there is nothing to drop
 val_share = 0.03  # 254 documents only: one in a hundred would be two
 
 # train.py

@@ -92,7 +92,7 @@ def round_up(n, multiple):
 
 
 def draw_masks(rows, k_max, n_predict, vocab_size, mask_share=1.0, random_share=0.0):
-    """Choose n_predict ≤ k_max tokens to predict in each of rows (B, T): (ids, positions, labels).
+    """(ids, positions, labels) of rows (B, T), with n_predict ≤ k_max tokens of each to predict.
 
     Positions (B, k_max) are uniform without replacement from 1 to T − 1: never [CLS], [SEP] like
     any other. The first n_predict have labels; of these, mask_share become [MASK] and random_share

@@ -180,7 +180,7 @@ def describe(device):
     """Versions, hardware, commit of this code and the date: a dict of strings and numbers."""
     commit = ""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-    command.append("--match=//")  # no tag is called so: the hash it is
+    command.append("--match=//")  # matches no tag, so that the hash is printed
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # no git, or a disk that hangs
         here = Path(__file__).parent
         done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=20)

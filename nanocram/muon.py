@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic that takes singular values to about 1
-NS_STEPS = 5
+NS_STEPS = 5  # Newton-Schulz iterations
 EPS = 1e-7
 
 

@@ -278,6 +278,51 @@ def test_a_closed_pipe_ends_no_run(tmp_path, data_dir):
     assert whole(tmp_path / "out")["step"] >= 40
 
 
+WAITER = """
+import time
+from nanocram import safety
+safety.stop_at_signals(lambda: print("saving", flush=True))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def waiter(*wrapper):
+    """A process that says "saving" at each signal that it heeds."""
+    command = [*wrapper, sys.executable, "-c", WAITER]
+    options = {"cwd": ROOT, "text": True, "stdin": subprocess.DEVNULL}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_ends_a_run_but_not_at_once(number):
+    """A batch system and torchrun may both send one; a user who is out of patience comes later."""
+    process = waiter()
+    try:
+        for _ in range(2):
+            process.send_signal(number)
+            assert process.stdout.readline() == "saving\n"
+        time.sleep(2.1)
+        process.send_signal(number)
+        assert process.wait(30) == -number
+    finally:
+        process.kill()
+
+
+def test_nohup_keeps_a_closed_terminal_from_ending_a_run():
+    process = waiter("nohup")
+    try:
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "saving\n"
+        process.kill()
+        assert "saving" not in process.stdout.read()
+    finally:
+        process.kill()
+
+
 MAIN = "from nanocram import safety\ndef main():"
 
 
@@ -294,17 +339,17 @@ MAIN = "from nanocram import safety\ndef main():"
         ("import nowhere.at_all", "nowhere is missing: pip install nowhere"),
         (
             "raise RuntimeError('DefaultCPUAllocator: you tried to allocate memory')",
-            "out of memory: type a smaller model",
+            "out of memory: type a smaller model; type it again",
         ),
         (
             "raise RuntimeError('CUDA out of memory. Tried to')",
-            "out of memory: type a smaller model",
+            "out of memory: type a smaller model; type it again",
         ),
         (
             "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')",
-            "out of memory: type a smaller model",
+            "out of memory: type a smaller model; type it again",
         ),
-        ("raise MemoryError", "out of memory: type a smaller model"),
+        ("raise MemoryError", "out of memory: type a smaller model; type it again"),
     ],
 )
 def test_scripts_end_with_one_line(what, line):
@@ -314,9 +359,10 @@ def test_scripts_end_with_one_line(what, line):
 
 
 def test_other_errors_keep_their_trace():
-    code = f"{MAIN}\n    raise RuntimeError('a defect')\nsafety.run(main, '', '')"
+    code = f"{MAIN}\n    raise RuntimeError('a defect')\nsafety.run(main, '', 'type it again')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" in done.stderr and "a defect" in done.stderr
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    assert done.stderr.endswith("RuntimeError: a defect\ntype it again\n")
 
 
 def test_a_kill_while_the_first_files_were_written_is_in_nobodys_way(tmp_path, data_dir, corpus):

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ VARIANTS = {"PCIe", "NVL", "Ti", "SUPER", "Laptop", "D", "MIG"}  # these make a 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # of a container or a batch job, which may have a limit of its own
 DRIVER = Path("/dev/nvidiactl")  # exists on Linux with a card of NVIDIA's, in containers given one
+DRIVER_TOOL = "nvidia-smi"  # comes with the driver, on Windows and in its Linux too
 
 
 def pick(device, dtype):
@@ -44,10 +46,8 @@ def pick(device, dtype):
     if device == "auto":
         # A GPU that torch cannot use would mean a day on the CPU; one that the user hid is meant.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-        if torch.version.cuda and DRIVER.exists() and not hidden and not has_cuda:
-            driver = f"update its driver for CUDA {torch.version.cuda}"
-            older = "take a torch for an older CUDA from pytorch.org"
-            sys.exit(f"torch cannot use this GPU: {driver}, or {older}, or type --device=cpu")
+        if not has_cuda and not hidden and (DRIVER.exists() or shutil.which(DRIVER_TOOL)):
+            explain_missing_gpu()
         device = next(name for name in available if available[name])
     if not available[device]:
         sys.exit(f"device={device}, but this build of torch sees no such device: type --device=cpu")
@@ -55,13 +55,17 @@ def pick(device, dtype):
         # A card may be too old, or too new, for this build of torch: its first kernel fails then.
         try:
             torch.ones(1, device=device)
-        except torch.OutOfMemoryError:  # another process fills it
-            raise
         except RuntimeError as e:
+            if "out of memory" in str(e):
+                sys.exit(f"other processes fill this GPU: {DRIVER_TOOL} names them")
             reason = str(e).partition("\n")[0]
             trouble = f"torch {torch.__version__} cannot use this {torch.cuda.get_device_name()}"
-            other = "if it is too old, take a build for an older CUDA from pytorch.org"
+            other = "if it is too old, take a torch for an older CUDA (docs/questions.md)"
             sys.exit(f"{trouble}: {reason}; {other}, or type --device=cpu")
+        if sys.platform == "win32" or "microsoft" in platform.release():
+            # Windows lends a full card the host's memory, many times slower, and raises nothing.
+            free, total = torch.cuda.mem_get_info()
+            torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
     if dtype == "auto":
         no_bf16 = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else no_bf16
@@ -73,6 +77,23 @@ def pick(device, dtype):
     torch.backends.cuda.enable_cudnn_sdp(False)
     keep_freed_memory()
     return torch.device(device), getattr(torch, dtype)
+
+
+def explain_missing_gpu():
+    """Say why torch does not see this machine's GPU; exit if a build for GPUs does not."""
+    version = f"torch {torch.__version__}"
+    where = "(docs/questions.md)"
+    if not torch.version.cuda:
+        print(f"WARNING: {version} is for CPUs, this machine's GPU stays unused {where}")
+        return
+    try:
+        torch.cuda.init()
+        reason = "it finds none"
+    except (RuntimeError, AssertionError) as e:
+        reason = str(e).partition("\n")[0]
+    older = f"update its driver for CUDA {torch.version.cuda}, or take a torch for an older one"
+    said = f"{version} cannot use this machine's GPU: {reason}"
+    sys.exit(f"{said}; {older} {where}, or type --device=cpu")
 
 
 def native_bf16(device):
@@ -105,9 +126,12 @@ def free_bytes(device):
     with contextlib.suppress(OSError, TypeError):
         found = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text())
         free = 1024 * int(found[1])
-    with contextlib.suppress(OSError, ValueError):  # "max": a container without a limit
+    with contextlib.suppress(OSError, ValueError, TypeError):  # "max": a container without a limit
         limit = int((CGROUP / "memory.max").read_text())
-        free = min(free, limit - int((CGROUP / "memory.current").read_text()))
+        used = int((CGROUP / "memory.current").read_text())
+        # Of what counts as used, files read a while ago make room when it is asked for.
+        cached = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.M)
+        free = min(free, limit - used + int(cached[1]))
     return free
 
 

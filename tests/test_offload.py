@@ -326,7 +326,8 @@ def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
     assert machine.free_bytes(CPU) == math.inf
     (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable:   1000 kB\n")
     assert machine.free_bytes(CPU) == 1_024_000
-    (tmp_path / "memory.current").write_text("100000\n")
+    (tmp_path / "memory.current").write_text("130000\n")
+    (tmp_path / "memory.stat").write_text("anon 90000\ninactive_file 30000\nactive_file 10000\n")
     for limit, free in (("max", 1_024_000), ("500000", 400_000), ("5000000", 1_024_000)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         assert machine.free_bytes(CPU) == free

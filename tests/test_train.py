@@ -536,18 +536,30 @@ def test_what_anybody_else_wrote_is_left_alone(train, setting, tmp_path, out_dir
     assert all(file.read_text() == "precious" for file in files)
 
 
-def test_a_gpu_that_torch_cannot_use(train, monkeypatch, tmp_path):
+def test_a_gpu_that_torch_cannot_use(train, monkeypatch, tmp_path, capsys):
     """A day on the CPU would be a surprise, unless the user hides the GPU or asks for the CPU."""
+
+    def old_driver():
+        raise RuntimeError("The NVIDIA driver on your system is too old\nPlease update it")
+
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", old_driver)
     monkeypatch.setattr(machine, "DRIVER", tmp_path)
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         machine.pick("auto", "auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert machine.pick("cpu", "auto")[0].type == "cpu"
-    with pytest.raises(SystemExit, match=r"update its driver for CUDA 13\.0, or take"):
+    with pytest.raises(SystemExit, match=r"GPU: The NVIDIA driver .* too old; update its driver"):
         train.main()
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "none")
+    monkeypatch.setattr(machine, "DRIVER_TOOL", sys.executable)  # as in the Linux of Windows
+    with pytest.raises(SystemExit, match=r"for CUDA 13\.0, or take"):
+        machine.pick("auto", "auto")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert machine.pick("auto", "auto")[0].type == "cpu"
+    assert "is for CPUs, this machine's GPU stays unused" in capsys.readouterr().out
 
 
 def test_a_card_without_kernels_is_one_line(train, monkeypatch):
@@ -573,8 +585,23 @@ def test_a_card_that_another_process_fills_is_out_of_memory(train, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "ones", full)
-    with pytest.raises(torch.OutOfMemoryError):  # safety.run() says what to type
+    with pytest.raises(SystemExit, match="other processes fill this GPU: nvidia-smi"):
         machine.pick("cuda", "float32")
+
+
+def test_on_windows_only_the_memory_of_the_card_counts(monkeypatch):
+    """There a full card goes on with the host's memory, so that micro_batch would never halve."""
+    shares = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6e9, 8e9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    monkeypatch.setattr(torch, "ones", lambda *size, **where: None)
+    machine.pick("cuda", "float32")
+    assert not shares
+    release = "6.6.87.2-microsoft-standard-WSL2"
+    monkeypatch.setattr(machine.platform, "release", lambda: release)
+    machine.pick("cuda", "float32")
+    assert shares == [pytest.approx(0.95 * 0.75)]
 
 
 def test_advice_where_memory_runs_out(setting):

@@ -247,10 +247,15 @@ def encode(name, text, tokenizer):
     return name, text_hash(text), len(normal), np.append(ids, SEP).astype(np.uint16)
 
 
+def usable_cores():
+    """How many cores this process may use; a batch job may have fewer than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def encode_all(documents, tokenizer):
     """encode() of each (name, text), in order, by threads: tiktoken works outside the GIL."""
     waiting = deque()
-    pool = ThreadPoolExecutor(threads or os.cpu_count())
+    pool = ThreadPoolExecutor(threads or usable_cores())
     try:
         for name, text in documents:
             waiting.append(pool.submit(encode, name, text, tokenizer))
@@ -471,16 +476,17 @@ def print_estimate(texts, tokenizer, total_bytes, folder):
         n_bytes += len(texts[i].encode("utf-8", "replace"))
         if n_bytes > 1e6:
             break
-    n_threads = threads or os.cpu_count()
+    n_threads = threads or usable_cores()
     rate = n_threads * n_tokens / (time.perf_counter() - start)  # tokens/s
     tokens = total_bytes * n_tokens / n_bytes
     for limit in (max_tokens, max_rows * seq_len, max_docs * n_tokens / n_docs):
         if limit > 0:
             tokens = min(tokens, limit)
-    if tokens == math.inf:
-        print(f"no end is known: 1,000M tokens take 2 GB of disk and {1e9 / rate:,.0f} s")
-        return tokens
     free = shutil.disk_usage(folder).free
+    if tokens == math.inf:
+        has = f"{free / 1e9:,.0f} GB are free there"
+        print(f"no end is known: 1,000M tokens take 2 GB of disk ({has}) and {1e9 / rate:,.0f} s")
+        return tokens
     needs = f"{2 * tokens / 1e6:,.0f} MB of disk and {tokens / rate:,.0f} s"
     warning = f"; WARNING: only {free / 1e6:,.0f} MB are free there" if free < 2 * tokens else ""
     print(f"about {tokens / 1e6:,.1f}M tokens: {needs}{warning}", flush=True)

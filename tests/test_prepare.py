@@ -500,7 +500,7 @@ def test_the_size_of_the_text_is_about_right(tmp_path, corpus):
         (10**9, -1, 1e12, "about {all:,.1f}M tokens: {disk:,.0f} MB of disk and "),
         (10**9, 10**6, 1e12, "about 1.0M tokens: 2 MB of disk and "),
         (math.inf, 10**6, 1e6, "; WARNING: only 1 MB are free there"),
-        (math.inf, 0, 1e12, "no end is known: 1,000M tokens take 2 GB of disk and "),
+        (math.inf, 0, 1e12, "1,000M tokens take 2 GB of disk (1,000 GB are free there) and "),
     ],
 )
 def test_the_estimate(

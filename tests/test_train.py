@@ -589,6 +589,12 @@ def test_a_card_that_another_process_fills_is_out_of_memory(train, monkeypatch):
         machine.pick("cuda", "float32")
 
 
+def test_cards_with_and_without_bfloat16_do_not_train_together(train, monkeypatch):
+    monkeypatch.setattr(module.parallel, "any_rank", lambda flag: True)  # so on one rank, not here
+    with pytest.raises(SystemExit, match="not all of these GPUs have bfloat16: type --dtype"):
+        train.main()
+
+
 def test_on_windows_only_the_memory_of_the_card_counts(monkeypatch):
     """There a full card goes on with the host's memory, so that micro_batch would never halve."""
     shares = []

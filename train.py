@@ -310,7 +310,8 @@ def build_optimizers(named):
     optimizers = [kind(groups, **options)]
     if matrices:
         # bfloat16 suffices; where it is not native, float32 is many times faster.
-        products = torch.bfloat16 if machine.native_bf16(where) else torch.float32
+        in_bf16 = dtype in ("auto", "bfloat16") and machine.native_bf16(where)
+        products = torch.bfloat16 if in_bf16 else torch.float32
         optimizers.append(Muon(matrices, muon_lr, muon_weight_decay, dtype=products))
     for o in optimizers:
         for group in o.param_groups:
@@ -382,7 +383,7 @@ def update(run, total_loss, lr_share):
         run.scaler.unscale_(o)
         for group in o.param_groups:
             group["lr"] = group["peak_lr"] * lr_share
-    # By rows first: of a whole tensor a CPU takes the norm on one core, 0.4 % off at 84M entries.
+    # A CPU takes the norm of a large tensor on one core, and less exactly: so first each row's.
     row_norms = [torch.linalg.vector_norm(w.grad, dim=-1) for w in run.weights.values()]
     norm = torch.nn.utils.get_total_norm(row_norms)
     torch.nn.utils.clip_grads_with_norm_(run.weights.values(), grad_clip or math.inf, norm)
@@ -788,9 +789,9 @@ def main():
     wandb = importlib.import_module("wandb") if wandb_project else None
     parallel.join(device)
     dev, amp_dtype = machine.pick(device, dtype)
-    in_bf16 = amp_dtype == torch.bfloat16
-    if parallel.any_rank(in_bf16) and parallel.any_rank(not in_bf16):
-        sys.exit("not all of these GPUs have bfloat16: type --dtype=float16")
+    has_bf16 = machine.native_bf16(dev.type)
+    if parallel.any_rank(has_bf16) and parallel.any_rank(not has_bf16):
+        sys.exit("not all ranks have bfloat16: start torchrun on devices of one kind")
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     data = Path(data_dir)
     tokenizer = Tokenizer(data / "tokenizer.json")
@@ -914,7 +915,8 @@ def less_memory():
     if not offload:
         advice.insert(0, "--offload=True --optimizer=adamw --lr=0.001")
     if micro_batch > 1:
-        advice.insert(0, f"--micro_batch={smaller_micro_batch()}")
+        resumed = "with --init=resume, if there is a checkpoint"
+        advice.insert(0, f"--micro_batch={smaller_micro_batch()} ({resumed})")
     return ", or ".join(advice)
 
 

@@ -33,7 +33,7 @@ VARIANTS = {"PCIe", "NVL", "Ti", "SUPER", "Laptop", "D", "MIG"}  # these make a 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")  # of a container or a batch job, which may have a limit of its own
 DRIVER = Path("/dev/nvidiactl")  # exists on Linux with a card of NVIDIA's, in containers given one
-DRIVER_TOOL = "nvidia-smi"  # comes with the driver, on Windows and in its Linux too
+ON_WINDOWS = sys.platform == "win32" or "microsoft" in platform.release()  # or in its Linux
 
 
 def pick(device, dtype):
@@ -46,7 +46,7 @@ def pick(device, dtype):
     if device == "auto":
         # A GPU that torch cannot use would mean a day on the CPU; one that the user hid is meant.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-        if not has_cuda and not hidden and (DRIVER.exists() or shutil.which(DRIVER_TOOL)):
+        if not has_cuda and not hidden and has_driver():
             explain_missing_gpu()
         device = next(name for name in available if available[name])
     if not available[device]:
@@ -57,15 +57,17 @@ def pick(device, dtype):
             torch.ones(1, device=device)
         except RuntimeError as e:
             if "out of memory" in str(e):
-                sys.exit(f"other processes fill this GPU: {DRIVER_TOOL} names them")
+                full = "other processes fill this GPU (nvidia-smi lists them)"
+                sys.exit(f"{full}: end them, or set CUDA_VISIBLE_DEVICES to another card's number")
             reason = str(e).partition("\n")[0]
             trouble = f"torch {torch.__version__} cannot use this {torch.cuda.get_device_name()}"
-            other = "if it is too old, take a torch for an older CUDA (docs/questions.md)"
+            other = "if it is too old, install a torch for an older CUDA (docs/questions.md)"
             sys.exit(f"{trouble}: {reason}; {other}, or type --device=cpu")
-        if sys.platform == "win32" or "microsoft" in platform.release():
-            # Windows lends a full card the host's memory, many times slower, and raises nothing.
+        if ON_WINDOWS:
+            # A full card would go on with the host's memory, many times slower, and raise nothing.
             free, total = torch.cuda.mem_get_info()
-            torch.cuda.set_per_process_memory_fraction(0.95 * free / total)
+            ours = torch.cuda.memory_reserved()
+            torch.cuda.set_per_process_memory_fraction(0.95 * (free + ours) / total)
     if dtype == "auto":
         no_bf16 = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else no_bf16
@@ -79,21 +81,26 @@ def pick(device, dtype):
     return torch.device(device), getattr(torch, dtype)
 
 
+def has_driver():
+    """Whether NVIDIA's driver tells of a card, whatever torch sees of it."""
+    return DRIVER.exists() or (ON_WINDOWS and bool(shutil.which("nvidia-smi")))
+
+
 def explain_missing_gpu():
     """Say why torch does not see this machine's GPU; exit if a build for GPUs does not."""
     version = f"torch {torch.__version__}"
-    where = "(docs/questions.md)"
     if not torch.version.cuda:
-        print(f"WARNING: {version} is for CPUs, this machine's GPU stays unused {where}")
+        print(f"WARNING: {version} is for CPUs and leaves the GPU unused (docs/questions.md)")
         return
     try:
         torch.cuda.init()
         reason = "it finds none"
     except (RuntimeError, AssertionError) as e:
-        reason = str(e).partition("\n")[0]
-    older = f"update its driver for CUDA {torch.version.cuda}, or take a torch for an older one"
+        reason = str(e).partition(". ")[0]  # torch's advice follows, a paragraph of it
+    driver = f"update its driver for CUDA {torch.version.cuda}"
+    older = "install a torch for an older CUDA (docs/questions.md)"
     said = f"{version} cannot use this machine's GPU: {reason}"
-    sys.exit(f"{said}; {older} {where}, or type --device=cpu")
+    sys.exit(f"{said}; {driver}, or {older}, or type --device=cpu")
 
 
 def native_bf16(device):
@@ -129,7 +136,7 @@ def free_bytes(device):
     with contextlib.suppress(OSError, ValueError, TypeError):  # "max": a container without a limit
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
-        # Of what counts as used, files read a while ago make room when it is asked for.
+        # What is used includes cached files; the kernel gives up those not read lately.
         cached = re.search(r"^inactive_file (\d+)", (CGROUP / "memory.stat").read_text(), re.M)
         free = min(free, limit - used + int(cached[1]))
     return free

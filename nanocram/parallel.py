@@ -64,7 +64,8 @@ def all_reduce(tensors):
             raise
         # gloo and NCCL have many words for a rank that is gone; NCCL's cause comes last.
         reason = " ".join(str(e).split())[:600]
-        sys.exit(f"rank {RANK} has lost the others, start again with --init=resume: {reason}")
+        then = "what they said comes first; where there is a checkpoint, --init=resume goes on"
+        sys.exit(f"rank {RANK} has lost the others: {then}: {reason}")
 
 
 def agree(progress, stop):

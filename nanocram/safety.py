@@ -108,7 +108,7 @@ def run(main, where, then, less_memory=lambda: "a smaller model"):
     where: what to blame for an OSError that names no file; then: how to go on afterwards;
     less_memory(): what to type when memory runs out. Bugs keep their traceback."""
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a log file is written by lines
-    sys.stdout, sys.stderr = Unbreakable(sys.stdout), Unbreakable(sys.stderr)
+    sys.stdout = Unbreakable(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
@@ -122,9 +122,9 @@ def run(main, where, then, less_memory=lambda: "a smaller model"):
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
-            e.add_note(then)  # after a bug, and after a driver's failure, what was saved is there
+            e.add_note(then)  # what was saved before the error is there
             raise
-        sys.exit(f"out of memory: type {less_memory()}; {then}")
+        sys.exit(f"out of memory: type {less_memory()}")
 
 
 def stop_at_signals(stop):
@@ -133,16 +133,14 @@ def stop_at_signals(stop):
     A second one of its kind, two seconds later or more, ends the process at once. Of its kind:
     after a Ctrl-C torchrun sends its ranks a SIGTERM, and they are to save. Two seconds: a batch
     system's SIGTERM reaches each rank, and torchrun, which sends its own."""
-    first = {}  # signal number -> when it came first
 
     def handler(number, frame):
-        now = time.monotonic()
-        if now > first.setdefault(number, now) + 2:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        signal.signal(number, signal.SIG_IGN)
         stop()
         with contextlib.suppress(OSError):  # nobody may be reading any more
-            os.write(2, b"\nstopping and saving; once more, later, ends the run at once\n")
+            os.write(2, b"\nstopping and saving; once more ends the run at once\n")
+        time.sleep(2)
+        signal.signal(number, signal.SIG_DFL)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     # Windows has no SIGHUP, and under nohup it is ignored: that is to stay so.

@@ -216,8 +216,9 @@ def test_slips_and_lost_ranks_are_one_line(train, monkeypatch):
     for call in (lambda: parallel.agree(0.5, False), lambda: parallel.all_reduce([torch.zeros(3)])):
         with pytest.raises(SystemExit) as e:
             call()
-        said = "rank 0 has lost the others, start again with --init=resume"
-        assert str(e.value) == f"{said}: unhandled system error C++ trace"
+        said = str(e.value)
+        assert said.startswith("rank 0 has lost the others: ") and "--init=resume" in said
+        assert said.endswith(": unhandled system error C++ trace")
 
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")

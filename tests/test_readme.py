@@ -219,7 +219,7 @@ def test_every_reason_not_to_run_a_command_is_needed():
 def test_what_can_run_here_runs(workplace, data_dir, name):
     """All commands of a script, one after the other."""
     if name == "finetune_glue.py":
-        for model in ("NAME", "small54", "fineweb", "mini/mini-0"):
+        for model in ("NAME", "small", "small54", "fineweb", "mini/mini-0"):
             write_model(workplace / "out" / model, data_dir)
     lines = []
     for command in OURS:

@@ -87,7 +87,7 @@ def has_driver():
 
 
 def explain_missing_gpu():
-    """Say why torch does not see this machine's GPU; exit if a build for GPUs does not."""
+    """Say why torch does not see this machine's GPU; exits where torch is a build for GPUs."""
     version = f"torch {torch.__version__}"
     if not torch.version.cuda:
         print(f"WARNING: {version} is for CPUs and leaves the GPU unused (docs/questions.md)")

@@ -7,7 +7,7 @@
 
 data_dir comes from prepare.py. The clock starts just before compiling: compiling, evaluating and
 saving count, preparing the data does not. out_dir gets log.csv, run.json, loss.png, ckpt.pt and
-a model folder that loads in transformers, all kept current.
+a model folder, all kept current; transformers loads it if the architecture is a ModernBERT.
 
 One step, in main(): progress -> learning rate, rows, masks -> accumulate() -> update().
 "The paper" is Cramming, arXiv 2212.14034.
@@ -35,8 +35,8 @@ max_steps = 0                   # stop after so many steps, without a clock; 0 =
 # the batch
 micro_batch = 256               # rows per forward pass; halved by itself where memory runs out
 batch_size = 4096               # rows per optimiser step from batch_ramp on: 0.5M tokens
-batch_start = 1024              # least rows per optimiser step: the ramp begins there
-batch_ramp = 0.6                # share of the run over which it grows (paper 4.3); 0 = at once
+batch_start = 1024              # never fewer rows than this
+batch_ramp = 0.6                # rows grow with progress up to there (paper 4.3); 0 = all at once
 # the objective
 mask_rate = 0.30                # share of a row's tokens to predict; from 30 % at the start ...
 mask_rate_end = 0.15            # ... to 15 % at the end: +0.5 of GLUE there (arXiv 2305.15096)
@@ -152,14 +152,10 @@ def padded_mask_counts():
     """The mask counts that steps are padded to, ascending: three shapes to compile, not twenty.
 
     There is only one where the masking rate is fixed."""
-    least, most = sorted((mask_count(0), mask_count(1)))
+    counts = [mask_count(i / 1000) for i in range(1001)]
+    least, most = min(counts), max(counts)
     thirds = [least + math.ceil((most - least) * i / 3) for i in (1, 2, 3)]
     return sorted(set(thirds))
-
-
-def padded_mask_count(n_mask):
-    """The smallest of these that is at least n_mask; the logits beyond n_mask have no label."""
-    return min(count for count in padded_mask_counts() if count >= n_mask)
 
 
 @dataclass
@@ -210,7 +206,7 @@ class Clock:
         return self.earlier + time.monotonic() - self.started
 
     def reserve(self):
-        """Seconds to keep for the end: an evaluation, a save, what of a step is queued by then."""
+        """Seconds to keep for the end: an evaluation, a save, a step that a GPU may still be at."""
         state = self.state
         return 1.2 * (state.eval_seconds + state.save_seconds) + state.step_seconds
 
@@ -246,13 +242,14 @@ class Run:
         self.device = dev
         self.amp_dtype = amp_dtype  # of the matrix products; weights are float32
         self.folder = Path(out_dir)
+        self.mask_counts = padded_mask_counts()
         if offload:
             plan, sums_stay = memory_plan(
                 config,
                 amp_dtype,
                 micro_batch=micro_batch,
                 seq_len=seq_len,
-                n_predicted=padded_mask_counts()[-1],
+                n_predicted=self.mask_counts[-1],
                 pinned=dev.type == "cuda",
                 free_host=machine.free_bytes(torch.device("cpu")),
                 free_device=machine.free_bytes(dev),
@@ -260,7 +257,7 @@ class Run:
             print(plan, flush=True)
         self.model = MaskedLM(config)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)  # nats, summed over a micro-batch
-        counts = padded_mask_counts()  # each holds for about a third of a run
+        counts = self.mask_counts  # each holds for about a third of a run
         mean_positions = sum(counts) / len(counts)
         self.flops_per_token = self.model.flops_per_token(seq_len, mean_positions)
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
@@ -330,23 +327,24 @@ def fetch(run, row):
     return run.fetched[row]
 
 
-def batch_at(run, row, n_mask):
-    """(ids, positions, labels) of the micro-batch at row, with n_mask labels in each of its rows.
+def batch_at(run, row, n_predict):
+    """(ids, positions, labels) of the micro-batch at row, with n_predict labels in each row.
 
     Masks and dropout are drawn from (seed, row) alone: any rank, before or after any resume, gets
-    the same batch for the same n_mask and micro_batch."""
+    the same batch for the same n_predict and micro_batch."""
     drawn_from = np.random.SeedSequence((seed, row)).generate_state(1)[0]
     torch.manual_seed(int(drawn_from))  # a CPU heeds 32 bits of a seed
     shares = mask_token_share, random_token_share
-    return draw_masks(fetch(run, row), padded_mask_count(n_mask), n_mask, vocab_size, *shares)
+    n_positions = min(count for count in run.mask_counts if count >= n_predict)
+    return draw_masks(fetch(run, row), n_positions, n_predict, vocab_size, *shares)
 
 
-def accumulate(run, n_rows, n_mask):
+def accumulate(run, n_rows, n_predict):
     """Add up the gradients of this rank's micro-batches, of a step of n_rows rows in all.
 
     Returns its part of the step's loss, a tensor on the device; None if the clock or a signal cut
     the step short on any rank: then nothing of it is kept."""
-    n_predicted = n_rows * n_mask  # each loss is divided by what the whole step predicts
+    n_labels = n_rows * n_predict  # each loss is divided by what the whole step predicts
     total_loss = torch.zeros((), device=run.device)
     starts = range(run.state.row, run.state.row + n_rows, micro_batch)
     cut = False
@@ -355,10 +353,10 @@ def accumulate(run, n_rows, n_mask):
         if run.stop or out_of_time:
             cut = True
             break
-        ids, positions, labels = batch_at(run, row, n_mask)
+        ids, positions, labels = batch_at(run, row, n_predict)
         if offload:  # gradients go to the host with the last one
             run.streamed.is_last = row == starts[-1]
-        loss = run.loss_fn(ids, positions, labels) / n_predicted
+        loss = run.loss_fn(ids, positions, labels) / n_labels
         run.scaler.scale(loss).backward()
         total_loss += loss.detach()
         # A GPU is still busy with this micro-batch while the next is read and queued.
@@ -715,7 +713,7 @@ def check_settings():
         "random_token_share": (0, other_share), "lr": (0, 1e3),
         "muon_lr": (0, 1e3), "weight_decay": (0, 1e3), "muon_weight_decay": (0, 1e3),
         "beta1": (0, 0.99999), "beta2": (0, 0.99999), "adam_eps": (0, 1), "warmup": (0, 0.99),
-        "cooldown": (0, 1), "evals": (0, 10**6), "eval_rows": (1, 10**8), "log_every": (1, 10**9),
+        "cooldown": (0, 1), "evals": (1, 10**6), "eval_rows": (1, 10**8), "log_every": (1, 10**9),
         "checkpoint_minutes": (0, 1e6),
     })
     # fmt: on
@@ -746,7 +744,7 @@ def write_facts(run):
     rate = run.matmul_rate / parallel.WORLD
     facts = {"parameters": size, "flops_per_token": run.flops_per_token, "matmul_flops": rate}
     facts |= {"amp_dtype": str(run.amp_dtype), "processes": parallel.WORLD}
-    facts |= {"asked_micro_batch": run.state.asked_micro_batch}  # in the settings, what fitted
+    facts |= {"asked_micro_batch": run.state.asked_micro_batch}  # the settings have what fitted
     text = run.meta["settings"]
     corpus = {"source": text["source"], "normalisation": text["normalisation"]}
     facts |= {"data": run.meta["sha256"]["train.bin"], "corpus": corpus | run.meta["counts"]}
@@ -811,10 +809,11 @@ def main():
         # Weights, the optimisers' states, the loss scale, State (in place), and the seconds used
         # until then.
         checkpoint.restore(run, optimizer)
-    asks_the_same = state.asked_micro_batch == micro_batch  # as before the resume
-    state.asked_micro_batch = micro_batch
-    if asks_the_same and state.micro_batch < micro_batch:
+    if state.asked_micro_batch == micro_batch:  # what was typed before the resume too
         micro_batch = state.micro_batch
+    else:
+        state.asked_micro_batch = micro_batch
+    if micro_batch < state.asked_micro_batch:
         known = f"since {state.asked_micro_batch} did not fit in memory"
         print(f"micro_batch={micro_batch}, {known} (another --micro_batch is tried anew)")
     if parallel.RANK == 0:
@@ -856,16 +855,16 @@ def main():
             # One step: how large it is, how much it hides and how far it goes follow from progress.
             started = time.monotonic()
             n_rows = batch_rows(progress)
-            n_mask = mask_count(progress)
+            n_predict = mask_count(progress)
             lr_share = lr_scale(progress)
-            total_loss = accumulate(run, n_rows, n_mask)
+            total_loss = accumulate(run, n_rows, n_predict)
             if total_loss is None:
-                continue  # the clock or a signal came between: the paragraphs above end the run
+                continue  # cut short by the clock or a signal: the next round ends the run
             loss, grad_norm = update(run, total_loss, lr_share)
             state.step += 1
             state.row += n_rows
             state.last = {"loss": loss, "grad_norm": grad_norm, "lr": lr * lr_share}
-            state.last |= {"batch_size": n_rows, "mask_rate": n_mask / seq_len}
+            state.last |= {"batch_size": n_rows, "mask_rate": n_predict / seq_len}
             if optimizer == "muon":
                 state.last["muon_lr"] = muon_lr * lr_share
             state.step_seconds = time.monotonic() - started
@@ -874,8 +873,8 @@ def main():
                 said = f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}"
                 sys.exit(f"{said}, row {state.row}: lower the learning rate and resume")
 
-            bar.n = progress
-            bar.set_postfix_str(status(run, progress))
+            bar.n = clock.progress()
+            bar.set_postfix_str(status(run, bar.n))
             if not foretold and clock.spent["training"] > 10:
                 bar.write(forecast(run, progress))
                 foretold = True

@@ -60,7 +60,7 @@ def test_a_run_that_learns_nothing_is_warned_of(setting):
     assert not module.is_hopeless(3, 2, 6.1)
     setting(budget_hours=24.0, max_steps=500)
     assert not module.is_hopeless(3, 2, 6.1)
-    setting(max_steps=0, evals=0)
+    setting(max_steps=0, evals=1)
     assert not module.is_hopeless(0, -1, 10.4)
     setting(evals=8)
     assert [n for n in range(9) if module.is_hopeless(n, n - 1, 6.1)] == [1]
@@ -128,11 +128,26 @@ def test_positions_hold_the_masks_in_three_sizes_at_most(rate, rate_end, progres
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "mask_rate", rate)
         patch.setattr(module, "mask_rate_end", rate_end)
-        n_mask = module.mask_count(progress)
+        sizes = module.padded_mask_counts()
+        assert 1 <= len(sizes) <= 3
+        n_predict = module.mask_count(progress)
+        padded = min(size for size in sizes if size >= n_predict)
         spread = abs(module.mask_count(0) - module.mask_count(1))
-        assert n_mask <= module.padded_mask_count(n_mask) <= n_mask + math.ceil(spread / 3)
-        seen = {module.padded_mask_count(module.mask_count(i / 200)) for i in range(201)}
-        assert seen == set(module.padded_mask_counts()) and len(seen) <= 3
+        assert padded <= n_predict + math.ceil(spread / 3)
+        counts = {module.mask_count(i / 200) for i in range(201)}
+        assert {min(size for size in sizes if size >= count) for count in counts} == set(sizes)
+
+
+def test_a_masking_rate_may_rise_and_fall(train, setting, monkeypatch):
+    """README invites to edit mask_count: its extremes need not be at the ends of the run."""
+    monkeypatch.setattr(module, "mask_count", lambda p: 4 + round(12 * math.sin(math.pi * p)))
+    assert module.padded_mask_counts() == [8, 12, 16]
+    run = new_run()
+    for progress in (0, 0.1, 0.5, 0.9, 1):
+        n_predict = module.mask_count(progress)
+        _, positions, labels = module.batch_at(run, 0, n_predict)
+        assert positions.shape[1] in (8, 12, 16)
+        assert ((labels >= 0).sum(dim=1) == n_predict).all()
 
 
 def test_fewer_positions_are_the_same_masks_and_the_same_loss(train, setting):

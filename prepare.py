@@ -62,9 +62,9 @@ SHARDS = 32  # of a Hub data set, that the vocabulary's sample comes from
 # What to do at errors of datasets, by a word of what they say.
 HINTS = {"zstd": "type pip install zstandard", "Config": "name one as NAME:CONFIG"}
 # The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary, two special ones too, in
-# the raw text. By tokens of ours, of vocabularies of so many ENTRIES, these drop as many documents:
-# measured, see results/README.md. Fewer entries have none: at 1,024 the trend would drop 3 % of the
-# embedded corpus and 85 % of Wikipedia and books.
+# the raw text. With ENTRIES[i] in ours, LIKE_ALBERT[i] drops as many documents: measured, see
+# results/README.md. Between them we interpolate, beyond them the last one holds. Fewer entries have
+# none: at 1,024 the trend would drop 3 % of the embedded corpus and 85 % of Wikipedia and books.
 ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 # Bounds on memory:
@@ -106,12 +106,12 @@ def find_sources():
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             how = 'give globs in quotes, like --source="a/*.txt,b.jsonl"; ? stands for a comma'
             sys.exit(f"no file matches {name!r}: {how}")
-        texts = [os.path.abspath(path) for path in paths] or [hub_name(name)]
-        for text in texts:
-            if text in named_by:
-                both = f"{named_by[text]!r} and {name!r} name the same text"
+        identities = [os.path.abspath(path) for path in paths] or [hub_name(name)]
+        for identity in identities:
+            if identity in named_by:
+                both = f"{named_by[identity]!r} and {name!r} name the same text"
                 sys.exit(f"{both}: give each file and data set of --source once")
-            named_by[text] = name
+            named_by[identity] = name
         found[name] = paths or [name]
     return found
 
@@ -282,7 +282,8 @@ def choose(documents, count):
     Adds all up in count, and by source too; stops at max_docs, max_tokens or max_rows."""
     held_out, seen = set(), set()  # hashes
     ratio = filter_threshold()
-    count["sources"] = by_source = defaultdict(lambda: Counter(tokens=0, val_tokens=0))
+    by_source = defaultdict(lambda: Counter(tokens=0, val_tokens=0))
+    count["sources"] = by_source  # meta.json has it beside the numbers
     for name, key, characters, ids in documents:
         n_tokens = len(ids) - 1  # without the [SEP] at the end
         if not n_tokens:
@@ -338,7 +339,9 @@ def spread_rows(pieces, is_end, rng, folder):
 
 
 def join_buckets(rng, folder):
-    """Join the bucket files into train.bin; shuffled one by one, they are so as a whole."""
+    """Join the bucket files into train.bin.
+
+    Rows went into buckets at random: shuffling each bucket shuffles them all."""
     with open(folder / "train.bin", "wb") as out:
         for path in sorted(folder.glob("bucket-*")):
             if order == "shuffle":
@@ -385,7 +388,8 @@ def write_data(documents, tokenizer, total, folder):
         sys.exit(f"{few}: give more text, or --filter_ratio=0")
     if not count["val_rows"]:
         few = f"less than one row was held out of {count['read']} documents (blank lines end them)"
-        sys.exit(f"{few}: type --val_share={min(0.5, 10 * val_share):g}, or give more text")
+        share = f"--val_share={min(0.5, 10 * val_share):g}"
+        sys.exit(f"{few}: type {share} or a larger --val_tokens, or give more text")
 
     spread_rows(kept, is_end, rng, folder)
     join_buckets(rng, folder)
@@ -404,9 +408,9 @@ def make_vocabulary(sources, share, errors, folder):
         some = list(read_documents(paths, errors, limit))
         stream_broke_off = name in errors and not file_kind(name)
         if not some or stream_broke_off:
+            what = "could not read all of" if some else "no text in"
             reasons = [errors[path] for path in paths if path in errors] or ["it is empty"]
-            why = "; ".join(reasons)
-            sys.exit(f"no text in {name}, or not to its end ({why}): give other text")
+            sys.exit(f"{what} {name} ({'; '.join(reasons)}): give other text")
         texts += some
     to_train_on = [text for text in texts if not may_be_held_out(text_hash(text))]
     train_tokenizer(to_train_on, vocab_size, normalisation, folder)
@@ -459,7 +463,11 @@ def finish_folder(partial, goal, meta):
 
 
 def text_bytes(path):
-    """Bytes of text in a local file, about: 2.7 for each packed one (measured, but for zstd)."""
+    """Bytes of text in a source's file, about: 2.7 for each packed one (measured, but for zstd).
+
+    Infinite for a data set of the Hub."""
+    if not file_kind(path):
+        return math.inf
     return os.path.getsize(path) * (2.7 if path.endswith((".gz", ".zst", ".parquet")) else 1)
 
 
@@ -513,7 +521,7 @@ def print_summary(count, errors, goal, seconds):
     if errors:
         said = "sources or files were not read to their end"
         print(f"WARNING: {len(errors)} {said}: errors in {goal}/meta.json names them")
-    if any(name.strip() in errors for name in source.split(",")):  # a stream, or the only file
+    if any(name.strip() in errors for name in source.split(",")):  # not one of many that match
         sys.exit(f"{goal} holds what could be read: use it, or delete it and run again")
 
 
@@ -531,6 +539,8 @@ def main():
     share = shares(sources)
     if filter_ratio < 0 and not filter_threshold():
         print("note: below 4,096 entries the paper's filter has no known threshold: all is kept")
+    if filter_ratio < 0 and vocab_size > ENTRIES[-1]:
+        print("note: beyond 32,768 entries the filter keeps their threshold, so it drops less")
     if "fineweb-edu" in source.lower():
         print("note: a pre-trained model chose FineWeb-Edu, which the challenge's rules exclude")
     paths = [path for paths in sources.values() for path in paths]
@@ -543,7 +553,10 @@ def main():
 
     with safety.lock(safety.lock_file(goal)):
         partial = begin_folder(goal, wanted)
-        total_bytes = sum(map(text_bytes, files)) if files == paths else math.inf
+        sizes = {name: sum(map(text_bytes, parts)) for name, parts in sources.items()}
+        total_bytes = sum(sizes.values())
+        if weights:  # the first source to end ends all
+            total_bytes = min(sizes[name] / share[name] for name in sources)
         errors = {}  # {path: why}, of files that could not be read, or not to their end
         tokenizer, texts = make_vocabulary(sources, share, errors, partial)
         n_tokens = print_estimate(texts, tokenizer, total_bytes, partial)

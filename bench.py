@@ -21,7 +21,7 @@ from pathlib import Path
 from nanocram.configurator import configure, require
 
 # fmt: off
-compare = False            # also measure what others have: models of equal shape, host offload
+compare = False            # also measure what others have: transformers' models, host offload
 profile = False            # also print the dearest operators, and write a trace of three steps
 trace = "out/trace.json"   # for chrome://tracing or ui.perfetto.dev
 bench_steps = 20           # optimiser steps to measure, after the warm-up
@@ -47,7 +47,9 @@ from nanocram.tokenizer import SPECIAL
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # the rest is BERT-base's
 DISCARDED = 3  # of the measured steps, the first: clocks and caches have yet to find their level
 ROUNDS = 5  # of a comparison: rivals take turns, so that other work on the machine hits all
-MIDDLE = 0.5  # of the schedule: where the learning rate is 0, weights stay 0, and zeros are fast
+# The progress to measure at. At 0 the learning rate is 0, so that what zero_init made 0 would stay
+# it, and products of zeros are fast.
+MIDDLE = 0.5
 
 
 class RandomRows:

@@ -33,7 +33,7 @@ first_seed = 0             # number of the first one: other processes may do oth
 epochs = 5                 # passes over a task's training data
 baseline = ""              # instead: scratch (not pre-trained) | hf:PATH_OR_NAME | hf:…-untrained
 save_models = False        # keep the classifier of each task's seed 0, as MODEL/TASK
-predict_test = False       # write the files for gluebenchmark.com too, for runs done before as well
+predict_test = False       # write the files for gluebenchmark.com too; does runs without them anew
 glue_batch = 16            # rows per optimiser step
 glue_lr = 4e-5             # peak learning rate of AdamW
 glue_warmup = 0.1          # share of the steps in which it rises
@@ -360,7 +360,7 @@ def glue_entry(candidate, dev, amp_dtype):
     """What glue.json says of a candidate: name with what is not the paper's, weights, protocol."""
     protocol = {key: globals()[key] for key in candidate.paper}
     changed = [f"{k}={value}" for k, value in protocol.items() if value != candidate.paper[k]]
-    if amp_dtype != machine.pick(device, "auto")[1]:
+    if amp_dtype != machine.pick(dev.type, "auto")[1]:
         changed.append(f"dtype={dtype}")
     return {
         "system": ", ".join([candidate.name, *changed]),
@@ -371,7 +371,10 @@ def glue_entry(candidate, dev, amp_dtype):
 
 
 def find_finished(entry, data):
-    """{(task, seed): run} of glue.json, any seed, on these data, with answers and classifier."""
+    """{(task, seed): run} of what need not be done again, any seed, from glue.json.
+
+    On these data; with the answers to these test sets, if any, and with the classifier, if wanted,
+    both on disk as the run left them."""
     result = {}
     for run in glue.stored_runs(model, entry):
         name, seed = run["task"], run["seed"]
@@ -471,7 +474,7 @@ def main():
     finished = [stored[job] for job in wanted if job in stored]
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.json already")
-        # The last ones decide which data the table is about.
+        # Stored again, they are glue.json's last: a table is about the data of a task's last run.
         glue.add_runs(folder, entry, finished)
 
     # Each task with each seed. One that diverges does not end the others.

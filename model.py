@@ -209,7 +209,7 @@ class Block(nn.Module):
     def __init__(self, config, first):
         super().__init__()
         self.post_norm = config.post_norm
-        # The first attention has none but that of the embeddings, if there is one: as ModernBERT.
+        # As in ModernBERT the first attention has no norm of its own: the embeddings had one.
         has_attn_norm = not first or config.post_norm or config.first_attn_norm
         self.attn_norm = layer_norm(config) if has_attn_norm else nn.Identity()
         self.attn = Attention(config)
@@ -218,9 +218,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x, rope, mask, context=None, positions=None):
-        """x (B, T, C) attends to itself; with a context (B, T, C), x (B, K, C) attends to that.
-
-        x is then at positions (B, K). Neither has gone through this block's norm yet."""
+        """Without a context, x (B, T, C) attends to itself. With a context (B, T, C), x (B, K, C)
+        is what stands at positions (B, K), and attends to the context. Neither is normed yet."""
         if self.post_norm:
             context = x if context is None else context
             x = self.attn_norm(x + self.drop(self.attn(x, context, rope, mask, positions)))

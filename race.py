@@ -3,9 +3,9 @@
     python race.py config/small.py config/small.py+optimizer=adamw+lr=0.003 --data_dir=data/small
     python race.py config/crammed.py config/bert.py --shrink=4,3,64 --data_dir=data/small
 
-A contender is a recipe, shrunk if that is asked for, then changed by what follows a +; settings of
-train.py on the command line (--name=value) hold for all. The same command again runs only what is
-not there already.
+A contender is a recipe with the changes that follow a +, then shrunk if that is asked for, but for
+the sizes that a change names. Settings of train.py on the command line (--name=value) hold for all.
+The same command again runs only what is not there already.
 """
 
 import contextlib
@@ -86,7 +86,9 @@ def shrunken(values, layers, width, batch):
 
 
 def set_train(argv):
-    """Set train's globals as train.py would with argv; returns all its settings, {name: value}."""
+    """Set train's globals as train.py would with argv, the rest to its defaults.
+
+    Returns all settings, {name: value}."""
     with contextlib.redirect_stdout(io.StringIO()):
         configure(vars(train), argv)
     return {name: getattr(train, name) for name in settings(train.__file__)}
@@ -130,7 +132,7 @@ def check_run(name, contender, common):
 def run_train(argv, values, data):
     """Run train.py unless that was done with all settings `values` on rows of checksum `data`."""
     folder = Path(values["out_dir"])
-    printed = folder.with_name(folder.name + ".txt")  # there, and so named, once the run is over
+    printed = folder.with_name(folder.name + ".txt")  # called .running.txt until the run is over
     facts = record.read_facts(folder)
     # micro_batch may have been halved until a step fitted; as typed it stands beside.
     asked = facts.get("settings", {}) | {"micro_batch": facts.get("asked_micro_batch")}

@@ -22,5 +22,4 @@ n_inner = 256
 micro_batch = 32
 batch_size = 32
 batch_start = 32
-evals = 20
 eval_rows = 1024

@@ -1,4 +1,4 @@
-"""ckpt.pt: all that a run needs to go on, written beside its goal, read without executing anything.
+"""ckpt.pt: all that a run needs to go on; replaced only by a whole one, read without running code.
 
     python -c "import torch; print(torch.load('out/tiny/ckpt.pt', weights_only=True)['state'])"
 
@@ -38,7 +38,7 @@ def write(run, optimizer):
     }
 
     def write_to(path):
-        # Given a path, torch would hide why the disk fails; given a file, that is its context.
+        # Given a path, torch would hide why the disk fails; given a file, the error has a context.
         with open(path, "wb") as f:
             try:
                 torch.save(checkpoint, f)

@@ -36,7 +36,7 @@ def load_meta(folder, **wanted):
         if have != value:
             way_out = f"type --{name}={have} or prepare anew"
             sys.exit(f"{folder} is of {name}={have}, not {value}: {way_out}")
-    # train.bin is too large for that: Rows sees what is wrong with it.
+    # train.bin is too large to hash. Rows refuses it where it is short or of another vocabulary.
     for name in ("val.bin", "tokenizer.json"):
         file = path.with_name(name)
         right = checksums[name]
@@ -191,8 +191,8 @@ class Ragged:
 def batches_by_length(length, size, seed):
     """One epoch: row numbers in batches of similar length, in random order; a rest is dropped.
 
-    Rows are shuffled, then sorted in pools of at most 64 batches, at least 8 pools an epoch, so
-    that a row changes its company."""
+    Rows are shuffled, then sorted in pools of at most 64 batches, in about 8 pools or more, so that
+    a row changes its company."""
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(length))
     if len(rows) > size:

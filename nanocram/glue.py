@@ -91,7 +91,10 @@ SUBMISSION["AX.tsv"] = ("mnli", "ax", "diagnostic")
 
 
 def parts(name, with_tests):
-    """{split, or file of a submission: (task, split) of its texts}: what a fine-tuning reads."""
+    """{name: (task, split) of its texts}: what a fine-tuning reads.
+
+    A labelled split has its own name ("train", "dev"), a test set that of the file which its
+    answers become ("CoLA.tsv")."""
     found = {split: (name, split) for split in TASKS[name].rows if is_labelled(split)}
     if with_tests:
         for file, (answered_by, task, split) in SUBMISSION.items():

@@ -32,7 +32,7 @@ def orthogonalise(matrices):
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, decoupled weight decay, steps of lr · sqrt(max(1, rows / columns)).
 
-    Takes matrices alone. dtype: that of the products of an orthogonalisation."""
+    It takes matrices (2-D) alone. dtype: that of the products in orthogonalise()."""
 
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})

@@ -47,8 +47,8 @@ from nanocram.tokenizer import SPECIAL
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # the rest is BERT-base's
 DISCARDED = 3  # of the measured steps, the first: clocks and caches have yet to find their level
 ROUNDS = 5  # of a comparison: rivals take turns, so that other work on the machine hits all
-# The progress to measure at. At 0 the learning rate is 0, so that what zero_init made 0 would stay
-# it, and products of zeros are fast.
+# The progress to measure at. At 0 the learning rate is 0: what zero_init made 0 would stay 0, and
+# products of zeros are fast.
 MIDDLE = 0.5
 
 
@@ -145,11 +145,11 @@ def measure_parts(run):
         ms[part].append(1e3 * seconds)
         return result
 
-    n_mask = train.mask_count(MIDDLE)
+    n_predict = train.mask_count(MIDDLE)
     for i in range(1, bench_steps + 1):
         row = run.state.row + i * train.micro_batch
-        batch = timed("data", train.batch_at, run, row, n_mask)
-        loss = timed("forward", run.loss_fn, *batch) / (train.micro_batch * n_mask)
+        batch = timed("data", train.batch_at, run, row, n_predict)
+        loss = timed("forward", run.loss_fn, *batch) / (train.micro_batch * n_predict)
         timed("backward", run.scaler.scale(loss).backward)
         timed("update", train.update, run, loss.detach(), train.lr_scale(MIDDLE))
     parts = ", ".join(f"{part} {median_and_range(values, '.3g')}" for part, values in ms.items())
@@ -378,7 +378,7 @@ def main():
     if profile:
         print_dearest(run)
     if compare:
-        batch = train.batch_at(run, 0, train.padded_mask_counts()[-1])
+        batch = train.batch_at(run, 0, run.mask_counts[-1])
         dev, amp_dtype = run.device, run.amp_dtype
         del run  # and its memory: an offloaded model goes round in a circle
         gc.collect()

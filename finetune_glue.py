@@ -371,10 +371,9 @@ def glue_entry(candidate, dev, amp_dtype):
 
 
 def find_finished(entry, data):
-    """{(task, seed): run} of what need not be done again, any seed, from glue.json.
+    """{(task, seed): run} of the runs in glue.json that need not be done again, of any seed.
 
-    On these data; with the answers to these test sets, if any, and with the classifier, if wanted,
-    both on disk as the run left them."""
+    They are on these data, and what is wanted of their answers and classifier is still on disk."""
     result = {}
     for run in glue.stored_runs(model, entry):
         name, seed = run["task"], run["seed"]

@@ -209,7 +209,7 @@ class Block(nn.Module):
     def __init__(self, config, first):
         super().__init__()
         self.post_norm = config.post_norm
-        # As in ModernBERT the first attention has no norm of its own: the embeddings had one.
+        # As in ModernBERT the first attention has no norm of its own: the embeddings may have one.
         has_attn_norm = not first or config.post_norm or config.first_attn_norm
         self.attn_norm = layer_norm(config) if has_attn_norm else nn.Identity()
         self.attn = Attention(config)

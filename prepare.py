@@ -341,7 +341,7 @@ def spread_rows(pieces, is_end, rng, folder):
 def join_buckets(rng, folder):
     """Join the bucket files into train.bin.
 
-    Rows went into buckets at random: shuffling each bucket shuffles them all."""
+    To be shuffled, rows went into buckets at random: shuffling each shuffles them all."""
     with open(folder / "train.bin", "wb") as out:
         for path in sorted(folder.glob("bucket-*")):
             if order == "shuffle":
@@ -388,8 +388,8 @@ def write_data(documents, tokenizer, total, folder):
         sys.exit(f"{few}: give more text, or --filter_ratio=0")
     if not count["val_rows"]:
         few = f"less than one row was held out of {count['read']} documents (blank lines end them)"
-        share = f"--val_share={min(0.5, 10 * val_share):g}"
-        sys.exit(f"{few}: type {share} or a larger --val_tokens, or give more text")
+        larger = f"--val_share={min(0.5, 10 * val_share):g} --val_tokens={10 * val_tokens}"
+        sys.exit(f"{few}: type {larger}, or give more text")
 
     spread_rows(kept, is_end, rng, folder)
     join_buckets(rng, folder)
@@ -408,9 +408,10 @@ def make_vocabulary(sources, share, errors, folder):
         some = list(read_documents(paths, errors, limit))
         stream_broke_off = name in errors and not file_kind(name)
         if not some or stream_broke_off:
-            what = "could not read all of" if some else "no text in"
-            reasons = [errors[path] for path in paths if path in errors] or ["it is empty"]
-            sys.exit(f"{what} {name} ({'; '.join(reasons)}): give other text")
+            reasons = "; ".join(errors[path] for path in paths if path in errors)
+            if reasons:
+                sys.exit(f"could not read {name} ({reasons}): run again, or give other text")
+            sys.exit(f"no text in {name}: give other text")
         texts += some
     to_train_on = [text for text in texts if not may_be_held_out(text_hash(text))]
     train_tokenizer(to_train_on, vocab_size, normalisation, folder)
@@ -540,7 +541,7 @@ def main():
     if filter_ratio < 0 and not filter_threshold():
         print("note: below 4,096 entries the paper's filter has no known threshold: all is kept")
     if filter_ratio < 0 and vocab_size > ENTRIES[-1]:
-        print("note: beyond 32,768 entries the filter keeps their threshold, so it drops less")
+        print("note: the filter has the threshold of 32,768 entries: --filter_ratio sets another")
     if "fineweb-edu" in source.lower():
         print("note: a pre-trained model chose FineWeb-Edu, which the challenge's rules exclude")
     paths = [path for paths in sources.values() for path in paths]

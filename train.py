@@ -35,8 +35,8 @@ max_steps = 0                   # stop after so many steps, without a clock; 0 =
 # the batch
 micro_batch = 256               # rows per forward pass; halved by itself where memory runs out
 batch_size = 4096               # rows per optimiser step from batch_ramp on: 0.5M tokens
-batch_start = 1024              # never fewer rows than this
-batch_ramp = 0.6                # rows grow with progress up to there (paper 4.3); 0 = all at once
+batch_start = 1024              # least rows per optimiser step
+batch_ramp = 0.6                # share of the run in which rows grow (paper 4.3); 0 = at once all
 # the objective
 mask_rate = 0.30                # share of a row's tokens to predict; from 30 % at the start ...
 mask_rate_end = 0.15            # ... to 15 % at the end: +0.5 of GLUE there (arXiv 2305.15096)
@@ -257,7 +257,7 @@ class Run:
             print(plan, flush=True)
         self.model = MaskedLM(config)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)  # nats, summed over a micro-batch
-        counts = self.mask_counts  # each holds for about a third of a run
+        counts = self.mask_counts  # where masks fall evenly, each holds for a third of a run
         mean_positions = sum(counts) / len(counts)
         self.flops_per_token = self.model.flops_per_token(seq_len, mean_positions)
         self.matmul_rate = math.inf  # FLOP/s of a large product on all devices: MFU's yardstick
@@ -335,7 +335,7 @@ def batch_at(run, row, n_predict):
     drawn_from = np.random.SeedSequence((seed, row)).generate_state(1)[0]
     torch.manual_seed(int(drawn_from))  # a CPU heeds 32 bits of a seed
     shares = mask_token_share, random_token_share
-    n_positions = min(count for count in run.mask_counts if count >= n_predict)
+    n_positions = min((n for n in run.mask_counts if n >= n_predict), default=n_predict)
     return draw_masks(fetch(run, row), n_positions, n_predict, vocab_size, *shares)
 
 
@@ -483,9 +483,9 @@ def rehearse(run, held_out_batch):
     if run.device.type == "cuda":  # kernels take memory that no tensor shows, other processes too
         spare = torch.cuda.get_device_properties(run.device).total_memory // 20
         room.append(torch.empty(spare, dtype=torch.uint8, device=run.device))
-    counts = padded_mask_counts()
-    for n_mask in (counts[-1], *reversed(counts)):  # the largest twice
-        run.loss_fn(*batch_at(run, run.state.row, n_mask)).backward()
+    counts = run.mask_counts
+    for n_predict in (counts[-1], *reversed(counts)):  # the largest twice
+        run.loss_fn(*batch_at(run, run.state.row, n_predict)).backward()
     if parallel.RANK == 0:
         held_out_loss(run, [held_out_batch])
 
@@ -713,7 +713,7 @@ def check_settings():
         "random_token_share": (0, other_share), "lr": (0, 1e3),
         "muon_lr": (0, 1e3), "weight_decay": (0, 1e3), "muon_weight_decay": (0, 1e3),
         "beta1": (0, 0.99999), "beta2": (0, 0.99999), "adam_eps": (0, 1), "warmup": (0, 0.99),
-        "cooldown": (0, 1), "evals": (1, 10**6), "eval_rows": (1, 10**8), "log_every": (1, 10**9),
+        "cooldown": (0, 1), "evals": (0, 10**6), "eval_rows": (1, 10**8), "log_every": (1, 10**9),
         "checkpoint_minutes": (0, 1e6),
     })
     # fmt: on
@@ -809,7 +809,7 @@ def main():
         # Weights, the optimisers' states, the loss scale, State (in place), and the seconds used
         # until then.
         checkpoint.restore(run, optimizer)
-    if state.asked_micro_batch == micro_batch:  # what was typed before the resume too
+    if state.asked_micro_batch == micro_batch:  # typed so before the resume: what fitted then, fits
         micro_batch = state.micro_batch
     else:
         state.asked_micro_batch = micro_batch

@@ -44,7 +44,7 @@ def pick(device, dtype):
     has_mps = torch.backends.mps.is_available()
     available = {"cuda": has_cuda, "mps": has_mps, "cpu": True}
     if device == "auto":
-        # A GPU that torch cannot use would mean a day on the CPU, unless the user has hidden it.
+        # A GPU that torch cannot use would mean a day on the CPU. Who hides it asks for that.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
         if not has_cuda and not hidden and has_driver():
             explain_missing_gpu()

@@ -20,7 +20,7 @@ MODES = ("ascii", "plain")  # see normalise()
 SPECIAL = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[MASK]": MASK}
 
 # Words, groups of at most two digits, punctuation. Each run is bounded, since tiktoken fails
-# on very long ones.
+# on one of 10^6 spaces.
 PATTERN = r" ?[\p{L}\p{M}]{1,24}| ?\p{N}{1,2}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8}"
 
 # Each rule below is applied twice, by Python here and by the tokenizers library from its file. Both
@@ -57,7 +57,7 @@ def to_ascii(run):
 
 def normalise(text, mode):
     """Text as the vocabulary sees it: a space before every word, the first too, and none before
-    punctuation.
+    ASCII punctuation.
 
     Mode "ascii" is the paper's (section 4.4): quotes unified, NFD, lower case, accents and all
     else outside ASCII removed. Mode "plain" keeps case, accents and every script."""

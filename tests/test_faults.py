@@ -209,13 +209,13 @@ def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, 
     put(monkeypatch, module, data_dir=str(copy), max_steps=30)
     accumulate = module.accumulate
 
-    def lose_rows(run, n_rows, n_mask):
+    def lose_rows(run, n_rows, n_predict):
         if run.state.step == 7:
             (copy / "train.bin").unlink()
             if not vanish:
                 (copy / "train.bin").touch()
             run.fetched = {}
-        return accumulate(run, n_rows, n_mask)
+        return accumulate(run, n_rows, n_predict)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "accumulate", lose_rows)
@@ -233,12 +233,12 @@ def test_fifty_unusable_steps_leave_the_checkpoint_of_before(train, monkeypatch)
     put(monkeypatch, module, max_steps=200, samples="")
     accumulate = module.accumulate
 
-    def poison(run, n_rows, n_mask):
+    def poison(run, n_rows, n_predict):
         if run.state.step == 5:
             module.save(run)
             good = run.loss_fn
             run.loss_fn = lambda *batch: good(*batch) * float("nan")
-        return accumulate(run, n_rows, n_mask)
+        return accumulate(run, n_rows, n_predict)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "accumulate", poison)

@@ -274,7 +274,7 @@ def test_zstd_files_are_read_or_the_way_to_read_them_is_told(
     else:
         path.write_bytes(b"(\xb5/\xfd")
         monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
-        with pytest.raises(SystemExit, match="no text in"):
+        with pytest.raises(SystemExit, match=r"could not read .*pip install zstandard"):
             prepare(tmp_path / "out", path)
         assert "zstd not supported; type pip install zstandard\n" in capsys.readouterr().out
 
@@ -447,7 +447,7 @@ def test_a_hub_data_set_and_files_of_ones_own(
     assert [part["read"] for part in meta["counts"]["sources"].values()] == [25, 15]
     sizes = [[str(p), p.stat().st_size] for p in sorted(two_sources.glob("b?.jsonl"))]
     assert meta["settings"]["files"] == sizes
-    with pytest.raises(SystemExit, match=r"no text in some/texts:half \(.*BuilderConfig.*\): give"):
+    with pytest.raises(SystemExit, match=r"not read some/texts:half \(.*BuilderConfig.*\): run"):
         prepare(tmp_path / "other", f"{own},some/texts:half")
     wrong = "BuilderConfig 'half' not found. Available: ['default']; name one as NAME:CONFIG\n"
     assert wrong in capsys.readouterr().out
@@ -459,7 +459,7 @@ def test_a_stream_that_breaks_off(tmp_path, corpus, prepare, monkeypatch, capsys
     put_on_hub(monkeypatch, texts, 300)
     why = "ConnectionError: the line is dead"
     dead = f"WARNING: some/texts:part could not be read to its end: {why}\n"
-    with pytest.raises(SystemExit, match=r"not read all of some/texts:part \(.*\): give other"):
+    with pytest.raises(SystemExit, match=r"not read some/texts:part \(.*\): run again, or"):
         prepare(out, "some/texts:part")
     assert not out.exists() and capsys.readouterr().out.count(dead) == 1
 
@@ -631,7 +631,7 @@ def test_a_question_mark_stands_for_a_comma_in_a_name(tmp_path, corpus, data_dir
 
 def test_the_challenge_is_kept_unless_one_is_told(tmp_path, prepare, capsys):
     assert "edu" not in settings(module.__file__)["source"][0]
-    with pytest.raises(SystemExit, match="no text in HuggingFaceFW/fineweb-edu"):
+    with pytest.raises(SystemExit, match="could not read HuggingFaceFW/fineweb-edu"):
         prepare(tmp_path / "out", "HuggingFaceFW/fineweb-edu")
     assert "a pre-trained model chose FineWeb-Edu, which the chall" in capsys.readouterr().out
 
@@ -708,7 +708,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"filter_ratio": -2.0}, "filter_ratio=-2.0 cannot work"),
         ({"source": "a.doc"}, "is of no known kind"),
         ({"source": "empty.txt"}, "no text in"),
-        ({"source": "nobody/nothing"}, "no text in nobody/nothing (ConnectionError"),
+        ({"source": "nobody/nothing"}, "could not read nobody/nothing (ConnectionError"),
         ({"source": "short.txt"}, "the text yields only"),
         ({"source": "single.txt"}, "was held out of 1 documents (blank lines end them): type "),
         (

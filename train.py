@@ -9,8 +9,8 @@ data_dir comes from prepare.py. The clock starts just before compiling: compilin
 saving count, preparing the data does not. out_dir gets log.csv, run.json, loss.png, ckpt.pt and
 a model folder, all kept current; transformers loads it if the architecture is a ModernBERT.
 
-Reading order: settings, schedules, state and clock, masks, train_step(), the loop in train(), main().
-"The paper" is Cramming, arXiv 2212.14034.
+From top to bottom: settings, schedules, state and clock, masks, train_step(), the loop in train(),
+main(), and what a reader of the step may leave out. "The paper" is Cramming, arXiv 2212.14034.
 """
 
 import importlib
@@ -190,7 +190,7 @@ class Clock:
         return self.earlier + time.monotonic() - self.begun
 
     def reserve(self):
-        """Seconds to keep for the end: an evaluation, a save, and the step that may be under way."""
+        """Seconds to keep for the end: an evaluation, a save, the step that may be under way."""
         state = self.state
         return 1.2 * (state.eval_seconds + state.save_seconds) + state.step_seconds
 

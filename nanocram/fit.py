@@ -1,6 +1,6 @@
 """Before the first step: compile it, and halve the micro-batch until it fits in memory.
 
-    python train.py config/tiny.py --compile=True --micro_batch=256 --batch_size=256 --batch_start=256
+    python train.py config/tiny.py --compile=True
 
 It happens once, in the budget; a step of training needs none of it.
 """

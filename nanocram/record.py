@@ -9,10 +9,10 @@ Everything but the rows of log.csv is written beside its goal and renamed.
 import contextlib
 import csv
 import gc
+import io
 import itertools
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from nanocram import machine, parallel
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
-from nanocram.safety import first_line, write_beside, write_text
+from nanocram.safety import append_text, first_line, write_beside, write_text
 
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
@@ -80,27 +80,23 @@ def resume(folder, settings, step, elapsed):
     print(f"resumed at step {step:,}, {elapsed / 3600:.2f} hours into the run{lost}")
 
 
-def write_log(path, rows, mode):
-    """Write dicts as lines of a log.csv, their keys by COLUMNS; what is not there stays empty."""
-    with open(path, mode, newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, COLUMNS, extrasaction="ignore")
-        if f.tell() == 0:
-            writer.writeheader()
-        for row in rows:
-            short = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
-            writer.writerow(short)
+def as_lines(rows, has_header):
+    """Dicts as lines of a log.csv, their keys by COLUMNS; what is not there stays empty."""
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore")
+    if not has_header:
+        writer.writeheader()
+    for row in rows:
+        short = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+        writer.writerow(short)
+    return lines.getvalue()
 
 
 def append_row(folder, row):
     """Append one row to log.csv, or raise OSError and leave it as it was."""
     path = Path(folder) / "log.csv"
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        write_log(path, [row], "a")
-    except OSError:
-        with contextlib.suppress(OSError):  # it may not be there
-            os.truncate(path, size)
-        raise
+    has_header = path.exists() and path.stat().st_size > 0
+    append_text(path, as_lines([row], has_header))
 
 
 def read_log(folder):
@@ -120,7 +116,8 @@ def read_log(folder):
 def drop_rows_after(folder, step):
     """Remove what log.csv says of the steps after `step`: a resumed run does them again."""
     rows = [row for row in read_log(folder) if row["step"] <= step]
-    write_beside(Path(folder) / "log.csv", lambda path: write_log(path, rows, "w"))
+    text = as_lines(rows, has_header=False)
+    write_beside(Path(folder) / "log.csv", lambda path: path.write_bytes(text.encode()))
 
 
 class Log:
@@ -260,7 +257,7 @@ class Log:
             self.has_foretold = True
 
     def forecast(self, progress, batch_rows):
-        """What the rest of the run holds at the speed so far, in a line, and a warning if need be."""
+        """What the rest of the run holds at the speed so far, and a warning if need be."""
         run = self.run
         speed, _ = self.throughput()
         moments = [progress + (1 - progress) * i / 100 for i in range(100)]

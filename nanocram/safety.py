@@ -46,6 +46,22 @@ def write_text(path, text):
     write_beside(path, lambda temporary: temporary.write_text(text, "utf-8", newline="\n"))
 
 
+def append_text(path, text):
+    """Add lines to a text file, or raise OSError and leave it as it was."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a+b") as f:
+            if size:
+                f.seek(-1, os.SEEK_END)
+                if f.read(1) != b"\n":  # a line that a kill cut short
+                    text = "\n" + text
+            f.write(text.encode())
+    except OSError:
+        with contextlib.suppress(OSError):  # it may not be there
+            os.truncate(path, size)
+        raise
+
+
 def lock_file(folder):
     """The lock file of a folder: hidden, next to it, for the folder itself may be renamed."""
     folder = Path(folder).absolute()

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from nanocram import safety
-from nanocram.configurator import configure, require, settings
+from nanocram.configurator import configure, require
 from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise, train_tokenizer
 
 # fmt: off
@@ -52,9 +52,7 @@ val_tokens = 1000000                  # at most this many tokens are held out, a
 threads = 0                           # of the tokenizer; 0 = one per core; no result depends on it
 # fmt: on
 
-# Before the heavy imports, so that --help and a typo are answered at once.
-if __name__ == "__main__":
-    configure(globals())
+SETTINGS = configure(globals())  # their names
 
 KINDS = {".txt": "text", ".txt.gz": "text", ".parquet": "parquet"}
 KINDS |= dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz"), "json")
@@ -548,7 +546,7 @@ def main():
     files = [path for path in paths if file_kind(path)]
     goal = Path(data_dir)
     # Two data sets with equal settings and files are equal.
-    wanted = {name: globals()[name] for name in settings(__file__)}
+    wanted = {name: globals()[name] for name in SETTINGS}
     del wanted["data_dir"], wanted["threads"]
     wanted["files"] = [[path, os.path.getsize(path)] for path in files]
 

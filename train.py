@@ -35,9 +35,9 @@ budget_hours = 24.0             # wall-clock hours for the whole run
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
 micro_batch = 256               # rows per forward pass; halved by itself where memory runs out
-batch_size = 4096               # rows per optimiser step from batch_ramp on: 0.5M tokens
-batch_start = 1024              # least rows per optimiser step
-batch_ramp = 0.6                # share of the run in which rows grow (paper 4.3); 0 = at once all
+batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
+batch_start = 1024              # rows per optimiser step at the start
+batch_ramp = 0.6                # share of the run over which they grow (paper 4.3); 0 = no ramp
 # the objective
 mask_rate = 0.30                # share of a row's tokens to predict; from 30 % at the start ...
 mask_rate_end = 0.15            # ... to 15 % at the end: +0.5 of GLUE there (arXiv 2305.15096)
@@ -88,7 +88,7 @@ offload = False                 # keep weights, gradients and optimiser state in
 evals = 20                      # evaluations, evenly spread from the start on, and one at the end
 eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per row of log.csv
-checkpoint_minutes = 10.0       # between checkpoints; 0 = at the beginning and the end only
+checkpoint_minutes = 10.0       # between checkpoints; 0 = around the first step and at the end
 wandb_project = ""              # log to this project of wandb.ai too (pip install wandb)
 samples = (                     # sentences to fill in, a | between two; '' = none
     "the capital of france is [MASK].|she opened the [MASK] and read the letter."
@@ -129,11 +129,15 @@ def lr_scale(progress):
     done = max(0.0, (progress - warmup) / (1 - warmup))  # from 0, at the end of the warm-up, to 1
     if schedule == "linear":
         return min(rise, 1 - done)
-    return min(rise, 0.5 + 0.5 * math.cos(math.pi * done))
+    if schedule == "cosine":
+        return min(rise, 0.5 + 0.5 * math.cos(math.pi * done))
+    sys.exit(f"schedule={schedule} is unknown: see lr_scale() in train.py")
 
 
 def batch_rows(progress):
-    """Rows per optimiser step, whole micro-batches: the paper's ramp, but not below batch_start."""
+    """Rows per optimiser step: the paper's ramp, but not below batch_start.
+
+    They are whole micro-batches; where memory asks for smaller ones, these divide micro_batch."""
     if progress >= batch_ramp:
         return batch_size
     micro_batches = int(batch_size * progress / (batch_ramp * micro_batch)) + 1
@@ -153,8 +157,8 @@ class State:
     step: int = 0  # optimiser steps done, skipped ones included
     row: int = 0  # where the next step starts to read; it counts on through all epochs
     skipped: int = 0  # steps whose loss or gradient was not finite
-    skipped_in_row: int = 0  # those since the last usable one
-    evals_done: int = -1  # number of the last evaluation; 0 is before the first step
+    consecutive_skips: int = 0  # those since the last usable one
+    evals_done: int = -1  # number of the last evaluation; 0 is the one before the first step
     logged: int = -1  # step of the last row in log.csv
     loss_sum: float = 0.0  # of the usable steps since that row ...
     loss_count: int = 0  # ... and how many there were
@@ -163,8 +167,8 @@ class State:
     eval_seconds: float = 0.0  # what the last evaluation took
     save_seconds: float = 0.0  # what the last save took
     setup_seconds: float = 0.0  # what compiling and fitting took, summed over all resumes
-    asked_micro_batch: int = 0  # the setting as it was typed, and ...
-    micro_batch: int = 0  # ... what it was halved to until a step fitted in memory
+    asked_micro_batch: int = 0  # the setting micro_batch as it was typed, and ...
+    micro_batch: int = 0  # ... the one in use: halved until a step fitted in memory
     last: dict = field(default_factory=dict)  # columns of log.csv, of the last step
 
     @property
@@ -175,8 +179,9 @@ class State:
 class Clock:
     """The budget: what is used up, what has to be kept for the end, and how far the run is.
 
-    It runs from its creation, just before compiling: compiling, training, evaluating and saving
-    count. A resumed run goes on from the seconds in its checkpoint: what lies between is free."""
+    It runs from its creation in main(): compiling, training, evaluating and saving count; reading
+    the data and building the model do not. A resumed run goes on from the seconds in its
+    checkpoint: neither the time between nor what a crash has lost counts."""
 
     def __init__(self, state):
         self.state = state
@@ -194,7 +199,7 @@ class Clock:
         state = self.state
         return 1.2 * (state.eval_seconds + state.save_seconds) + state.step_seconds
 
-    def left(self):
+    def left_before_reserve(self):
         """Seconds until the reserve begins; infinite where steps are counted."""
         return self.seconds_to_go() - self.reserve()
 
@@ -209,8 +214,9 @@ class Clock:
     def progress(self):
         """Share of the run that is over, in [0, 1]: of max_steps, or of the time to train in.
 
-        Compiling takes of the budget, but the schedule begins after it. Progress can fall: a little
-        where a reserve turns out smaller than the one before, and by a resume with more budget."""
+        Compiling uses up budget, but the schedule begins after it. Progress falls a little where
+        the last step, evaluation or save was faster than the one before, and where a run is resumed
+        from an older checkpoint or with more budget."""
         if max_steps:
             return min(1.0, self.state.step / max_steps)
         setup = self.state.setup_seconds
@@ -230,54 +236,60 @@ class Run:
     meta: dict  # meta.json of the data
     state: State
     clock: Clock
-    mask_counts: list  # as padded_mask_counts() has them
+    mask_counts: list  # the shapes of masks to compile, as padded_mask_counts() has them
     device: torch.device
     amp_dtype: torch.dtype  # of the matrix products; weights are float32
     streamed: Streamed | None  # with offload: what moves the model through the device
     compiled: bool  # whether loss_fn is, or is to be
-    held_out: dict | None = None  # data.held_out(), once the micro-batch is known
+    held_out_sets: dict | None = None  # {15: batches, 25: batches}, once set_up() is through
     saved_steps: int = -1  # how many steps had been applied when this process saved last ...
     next_save: float = 0.0  # ... and when it may save again, by time.monotonic()
 
 
-def draw_masks(rows, k_max, n_predict):
-    """(ids, positions, labels) of rows (B, T), with n_predict ≤ k_max tokens of each to predict.
+def draw_masks(rows, n_positions, n_predict):
+    """(ids, positions, labels) of rows (B, T): n_predict of each row's tokens are to be predicted.
 
-    Positions (B, k_max) are uniform without replacement from 1 to T − 1: never [CLS], [SEP] like
-    any other. The first n_predict have labels; of these, mask_token_share become [MASK] and
-    random_token_share a random token."""
+    Positions (B, K = n_positions) are uniform without replacement from 1 to T − 1: [CLS], at 0, is
+    never chosen, [SEP] may be. The first n_predict have labels, the rest is padding. Of those with
+    labels, mask_token_share become [MASK] and random_token_share a random token."""
     B, T = rows.shape
     # The K largest of T − 1 random numbers: K places without replacement, in random order.
-    positions = torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1  # (B, K)
+    positions = torch.rand(B, T - 1, device=rows.device).topk(n_positions).indices + 1  # (B, K)
     tokens = rows.gather(1, positions)
-    rank = torch.arange(k_max, device=rows.device)
+    order = torch.arange(n_positions, device=rows.device)
     n_mask = round(n_predict * mask_token_share)
-    replaced = torch.where(rank < n_mask, MASK, tokens)
+    replaced = torch.where(order < n_mask, MASK, tokens)
     if random_token_share:
         random_end = min(n_predict, n_mask + round(n_predict * random_token_share))
-        is_random = (rank >= n_mask) & (rank < random_end)
+        is_random = (order >= n_mask) & (order < random_end)
         replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
     ids = rows.scatter(1, positions, replaced)
-    labels = tokens.masked_fill(rank >= n_predict, IGNORE)
+    labels = tokens.masked_fill(order >= n_predict, IGNORE)
     return ids, positions, labels
 
 
-def batch_at(run, row, n_predict):
-    """(ids, positions, labels) of the micro-batch at row, with n_predict labels in each row.
+def batch_at(run, first_row, n_predict):
+    """(ids, positions, labels) of the micro-batch from first_row on, n_predict labels in each row.
 
-    Masks and dropout are drawn from (seed, row) alone: any rank, before or after any resume, gets
-    the same batch for the same n_predict and micro-batch."""
-    drawn_from = np.random.SeedSequence((seed, row)).generate_state(1)[0]
+    The generator of masks and dropout is seeded anew by (seed, first_row). So nothing of it is in a
+    checkpoint: the same n_predict and micro-batch size give the same batch, on any rank and after
+    any resume."""
+    drawn_from = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
     torch.manual_seed(int(drawn_from))  # a CPU heeds 32 bits of a seed
+    rows = run.rows.fetch(first_row, run.state.micro_batch)
+    # The least of the compiled shapes that has room (a peak of mask_count may have been missed).
     n_positions = min((n for n in run.mask_counts if n >= n_predict), default=n_predict)
-    return draw_masks(run.rows.fetch(row, run.state.micro_batch), n_positions, n_predict)
+    return draw_masks(rows, n_positions, n_predict)
 
 
 def build_optimizers(named):
     """[AdamW or Adam, and perhaps Muon] of {name: parameter}.
 
-    Muon takes the blocks' matrices; of the rest all decays but norms and biases.
-    Each group keeps its peak learning rate as "peak_lr"."""
+    Muon takes the blocks' matrices. AdamW or Adam takes the rest, with weight decay on all but
+    norms and biases. Each group keeps its peak learning rate as "peak_lr"."""
+    kinds = {"muon": torch.optim.AdamW, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+    if optimizer not in kinds:
+        raise ValueError(f"choose one of {', '.join(kinds)}")
     matrices, decayed, exempt = [], [], []
     for name, p in named.items():
         if optimizer == "muon" and ".layers." in name and p.ndim == 2:
@@ -292,8 +304,7 @@ def build_optimizers(named):
         groups.append({"params": exempt, "weight_decay": 0.0})
     fused = where in ("cuda", "cpu")
     options = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "fused": fused}
-    kind = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
-    optimizers = [kind(groups, **options)]
+    optimizers = [kinds[optimizer](groups, **options)]
     if matrices:
         # bfloat16 suffices; where it is not native, float32 is many times faster.
         in_bf16 = dtype in ("auto", "bfloat16") and machine.native_bf16(where)
@@ -308,15 +319,15 @@ def build_optimizers(named):
 def train_step(run, progress):
     """One optimiser step; what it was goes into run.state.
 
-    It is skipped where the loss or a gradient is not finite: weights and optimisers stay."""
+    Where the loss or a gradient is not finite, weights and optimisers stay as they are."""
     state = run.state
-    # How large the step is, how much it hides and how far it goes.
+    # Rows, tokens to predict in each, and learning rate follow from progress.
     n_rows = batch_rows(progress)
     n_predict = mask_count(progress)
     lr_share = lr_scale(progress)
 
-    # Forward and backward: every rank takes its share of the step's micro-batches. Their gradients
-    # add up, so each loss is divided by what the whole step predicts.
+    # Forward and backward: every rank takes its share of the step's micro-batches. Gradients add up
+    # in .grad, so each loss is divided by what the whole step predicts.
     total_loss = torch.zeros((), device=run.device)
     starts = range(state.row, state.row + n_rows, state.micro_batch)
     for row in starts[parallel.RANK :: parallel.WORLD]:
@@ -325,9 +336,10 @@ def train_step(run, progress):
         run.scaler.scale(loss).backward()
         total_loss += loss.detach()
         # A GPU is still busy with this micro-batch while the next is read and queued.
-        run.rows.fetch(row + parallel.WORLD * state.micro_batch, state.micro_batch)
+        run.rows.prefetch(row + parallel.WORLD * state.micro_batch, state.micro_batch)
 
-    # The sum over all ranks, then over the whole gradient's norm.
+    # Loss and gradients are summed over ranks. Nothing else is: all began with equal weights, and
+    # from equal gradients each makes the same step.
     if offload:
         run.streamed.collect()
     weights = list(run.model.parameters())
@@ -335,11 +347,11 @@ def train_step(run, progress):
         if weight.grad is None:  # on a rank that had no micro-batch
             weight.grad = torch.zeros_like(weight)
     parallel.all_reduce([total_loss, *(weight.grad for weight in weights)])
+
+    # Clip by the norm of the whole gradient. A CPU takes the norm of a large tensor on one core,
+    # and less exactly: so first that of each vector along the last dimension.
     for o in run.optimizers:
         run.scaler.unscale_(o)
-        for group in o.param_groups:
-            group["lr"] = group["peak_lr"] * lr_share
-    # A CPU takes the norm of a large tensor on one core, and less exactly: so first each row's.
     row_norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
     norm = torch.nn.utils.get_total_norm(row_norms)
     torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, norm)
@@ -348,16 +360,19 @@ def train_step(run, progress):
     loss, grad_norm = torch.stack((total_loss, norm.to(total_loss.device))).tolist()
     if math.isfinite(loss) and math.isfinite(grad_norm):
         for o in run.optimizers:
+            for group in o.param_groups:
+                group["lr"] = group["peak_lr"] * lr_share
             o.step()  # not scaler.step(): it asks the device for what is known by now
         state.loss_sum += loss
         state.loss_count += 1
-        state.skipped_in_row = 0
+        state.consecutive_skips = 0
     else:
         state.skipped += 1
-        state.skipped_in_row += 1
+        state.consecutive_skips += 1
     run.scaler.update()  # halves the loss scale after an overflow
     run.model.zero_grad()
 
+    # What log.csv will say; a new column has its name in record.COLUMNS, too.
     state.step += 1
     state.row += n_rows
     state.last = {"loss": loss, "grad_norm": grad_norm, "lr": lr * lr_share}
@@ -384,7 +399,7 @@ def train(run, log, signals):
         state.step_seconds = time.monotonic() - started
         clock.spent["training"] += state.step_seconds
         log.after_step(progress, batch_rows)
-        if state.skipped_in_row >= MAX_SKIPPED:
+        if state.consecutive_skips >= MAX_SKIPPED:
             said = f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}"
             sys.exit(f"{said}, row {state.row}: lower the learning rate and resume")
 
@@ -407,7 +422,8 @@ def main():
         rate = machine.matmul_rate(dev, amp_dtype) * parallel.WORLD
         if init == "resume":
             # Weights, the optimisers' states, the loss scale, State with the seconds used so far.
-            checkpoint.restore(run, out_dir, optimizer)
+            # Settings, learning rates among them, are those of this command: type them again.
+            checkpoint.restore(run, out_dir, optimizer_name=optimizer)
         keep_micro_batch(run.state)
         log = record.Log(run, out_dir, tokenizer, rate, is_silent=parallel.RANK > 0)
         log.begin(init == "resume", settings_in_use(run), data_dir, wandb_project)
@@ -442,7 +458,9 @@ def open_data(meta, dev):
 
 
 def build(config, meta, rows, dev, amp_dtype):
-    """A Run with fresh weights, which follow from `seed`; exits with one line if it cannot be."""
+    """A Run with fresh weights, which follow from `seed`, the same on every rank.
+
+    Exits with one line where memory or the optimisers' settings do not allow it."""
     torch.manual_seed(seed)
     mask_counts = padded_mask_counts()
     streamed = None
@@ -473,7 +491,7 @@ def build(config, meta, rows, dev, amp_dtype):
         rows=rows,
         meta=meta,
         state=state,
-        clock=Clock(state),
+        clock=Clock(state),  # main() starts another one when the budget begins
         mask_counts=mask_counts,
         device=dev,
         amp_dtype=amp_dtype,
@@ -493,7 +511,7 @@ def padded_mask_counts():
 
 
 def keep_micro_batch(state):
-    """Take the setting, but what fitted in memory before a resume where the setting is the same."""
+    """Take the micro_batch setting; if it is the checkpoint's still, the size that fitted then."""
     if state.asked_micro_batch != micro_batch or state.micro_batch < 1:
         state.asked_micro_batch = state.micro_batch = micro_batch
     if state.micro_batch < micro_batch:
@@ -502,13 +520,15 @@ def keep_micro_batch(state):
 
 
 def set_up(run, log, held_out_rows, signals):
-    """Compile the step and find a micro-batch that fits in memory; make the held-out batches."""
+    """Compile the step and find a micro-batch that fits in memory; make the held-out batches.
+
+    A signal ends it early, and the loop before its first step."""
     state, clock = run.state, run.clock
     asked = settings_in_use(run)
     fit.compile_and_fit(run, lambda: rehearse(run, held_out_rows), is_long(), signals)
     if settings_in_use(run) != asked:
         log.write_facts(settings_in_use(run))
-    run.held_out = held_out(held_out_rows, state.micro_batch)
+    run.held_out_sets = held_out(held_out_rows, state.micro_batch)
     micro_batches = batch_rows(0) // state.micro_batch
     if micro_batches % parallel.WORLD:
         ranks = f"{parallel.WORLD} ranks, {micro_batches} micro-batches"
@@ -522,7 +542,7 @@ def set_up(run, log, held_out_rows, signals):
 def rehearse(run, held_out_rows):
     """The passes of a step's micro-batches and of an evaluation, which compiles all their graphs.
 
-    No weight changes."""
+    No weight changes; compile_and_fit() clears the gradients."""
 
     def forward_and_backward(n_predict):
         run.loss_fn(*batch_at(run, run.state.row, n_predict)).backward()
@@ -556,7 +576,7 @@ def mean_loss(run, batches):
 def evaluate(run, log):
     """{column of log.csv: held-out loss}, logged; the time it took becomes part of the reserve."""
     started = time.monotonic()
-    losses = {f"val_loss_{rate}": mean_loss(run, run.held_out[rate]) for rate in (15, 25)}
+    losses = {f"val_loss_{rate}": mean_loss(run, run.held_out_sets[rate]) for rate in (15, 25)}
     # Nats per character of the text: losses of different vocabularies compare by it.
     tokens_per_char = run.meta["counts"]["val_tokens"] / run.meta["counts"]["val_characters"]
     losses["val_nats_per_char"] = losses["val_loss_15"] * tokens_per_char
@@ -569,16 +589,17 @@ def evaluate(run, log):
 def save(run, log):
     """Write ckpt.pt, the model folder, loss.png and the card, each beside its goal and renamed.
 
-    Returns whether that worked. What is not written stands as it was, and the run goes on."""
+    Returns whether that was done: not where the disk fails or the weights may be ruined. What is
+    not written stands as it was, and the run goes on."""
     started = time.monotonic()
-    log.flush()
-    if run.state.skipped_in_row:  # what is wrong with the gradients may have ruined the weights
-        steps = f"the last {run.state.skipped_in_row} steps had no finite gradient"
+    log.flush()  # the rows that log.csv could not take so far
+    if not is_sound(run):
+        steps = f"the last {run.state.consecutive_skips} steps had no finite gradient"
         log.say(f"WARNING: {steps}: nothing is saved, the checkpoint before stands")
         return False
     try:
         run.state.elapsed = run.clock.elapsed()
-        checkpoint.write(run, log.folder, optimizer)
+        checkpoint.write(run, log.folder, optimizer_name=optimizer)
         model_folder.save(run.model, log.folder)
         record.plot(log.folder)
         record.write_card(log.folder)
@@ -596,20 +617,30 @@ def save(run, log):
     return True
 
 
+def is_sound(run):
+    """Whether the weights deserve to replace a checkpoint: not while steps are being skipped.
+
+    A few skips are routine in float16 alone, whose loss scale grows until a step overflows."""
+    routine = 3 if run.scaler.is_enabled() else 0
+    return run.state.consecutive_skips <= routine
+
+
 def save_is_due(run):
     """Whether there is something new and sound to save, it is time, and the budget has room for it.
 
-    The first is at once: a folder that cannot be written shows now. The second is after the first
-    step that was applied: the optimisers have their states then, which may double a save."""
+    The first is at once: a folder that cannot be written is warned of now. The second is after the
+    first step that was applied: the optimisers have their states then, which may double a save."""
     is_new = run.saved_steps != run.state.applied_steps
     is_time = time.monotonic() >= run.next_save
-    has_room = run.state.save_seconds < run.clock.left()
-    return is_new and is_time and has_room and not run.state.skipped_in_row
+    has_room = run.state.save_seconds < run.clock.left_before_reserve()
+    return is_new and is_sound(run) and is_time and has_room
 
 
 def evaluation_is_due(run, number):
     """Whether evaluation `number` is still to do, and fits in before the reserve begins."""
-    return number > run.state.evals_done and run.state.eval_seconds < run.clock.left()
+    return (
+        number > run.state.evals_done and run.state.eval_seconds < run.clock.left_before_reserve()
+    )
 
 
 def evaluate_log_save(run, log):
@@ -634,13 +665,16 @@ def evaluate_log_save(run, log):
 
 
 def rescue(run, log, error):
-    """Keep what a run has learnt that ends by an error; where memory ran out, say what to type."""
+    """Save where an error has left the weights sound; where memory ran out, say what to type.
+
+    train.bin has changed, a rank is gone (SystemExit), or a disk fails to read (OSError): that is
+    saved. After fifty skipped steps save() refuses, and after any other error, a bug's, the
+    checkpoint before stands too."""
     log.bar.close()
     if safety.is_out_of_memory(error):
         sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")
-    # train.bin has changed or a rank is gone (SystemExit), or a disk fails to read (OSError; save()
-    # catches its own). After any other error, a bug's, the checkpoint before stands.
-    if parallel.RANK == 0 and run.held_out and isinstance(error, SystemExit | OSError):
+    has_trained = run.held_out_sets is not None
+    if parallel.RANK == 0 and has_trained and isinstance(error, SystemExit | OSError):
         save(run, log)
 
 
@@ -705,8 +739,7 @@ def check_settings():
     other_share = round(1 - mask_token_share, 9)  # 1 - 0.9 is 0.09999999999999998
     # fmt: off
     require(globals(), {
-        "init": ("scratch", "resume"), "optimizer": ("muon", "adamw", "adam"),
-        "schedule": ("trapezoid", "triangle", "cosine", "linear", "constant"),
+        "init": ("scratch", "resume"),
         "device": ("auto", "cuda", "mps", "cpu"),
         "dtype": ("auto", "bfloat16", "float16", "float32"),
         "seed": (0, 2**62), "max_steps": (0, 2**62), "budget_hours": (0, 1e6),
@@ -718,6 +751,7 @@ def check_settings():
         "checkpoint_minutes": (0, 1e6),
     })
     # fmt: on
+    lr_scale(0)  # which knows the schedules
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
     sizes = {"batch_size": batch_size, "batch_start": batch_start if batch_ramp else batch_size}

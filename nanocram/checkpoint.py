@@ -18,7 +18,7 @@ from nanocram.model_folder import misfit, not_finite
 from nanocram.safety import write_beside
 
 
-def write(run, folder, optimizer):
+def write(run, folder, optimizer_name):
     """Write ckpt.pt of a train.Run; the old one is there until the new one is whole.
 
     Raises OSError or RuntimeError where that fails, ValueError where a weight is not finite."""
@@ -30,7 +30,7 @@ def write(run, folder, optimizer):
         "config": asdict(run.model.config),
         "data": run.meta["sha256"]["train.bin"],
         "model": weights,
-        "optimizer": optimizer,
+        "optimizer": optimizer_name,
         "optimizers": [states_by_name(o, run.model) for o in run.optimizers],
         "scaler": run.scaler.state_dict(),
         "state": asdict(run.state),
@@ -69,15 +69,14 @@ def name_older_states(run, checkpoint):
             states[names[i]] = states.pop(i)
 
 
-def restore(run, folder, optimizer):
+def restore(run, folder, optimizer_name):
     """Take everything but the settings from ckpt.pt, or exit with one line and change nothing."""
     path = Path(folder) / "ckpt.pt"
     if not path.exists():
         sys.exit(f"{path} not found: name the --out_dir of a run to resume, or drop --init=resume")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        name_older_states(run, checkpoint)
-        wrong = misfit_of_run(run, optimizer, checkpoint)
+        wrong = misfit_of_run(run, optimizer_name, checkpoint)
     except OSError as e:
         sys.exit(f"{path} cannot be read: {e.strerror or e}")
     except Exception as e:  # there are many ways to be broken
@@ -97,16 +96,16 @@ def restore(run, folder, optimizer):
         names = names_of(o, run.model)
         state = {names.index(name): tensors for name, tensors in states.items()}
         o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
-    if checkpoint["scaler"] and run.scaler.is_enabled():
-        run.scaler.load_state_dict(checkpoint["scaler"])
+    if run.scaler.is_enabled():
+        run.scaler.load_state_dict(run.scaler.state_dict() | checkpoint["scaler"])
     for name in asdict(run.state).keys() & checkpoint["state"].keys():
         setattr(run.state, name, checkpoint["state"][name])
-    run.state.skipped_in_row = 0  # a fresh start
+    run.state.consecutive_skips = 0  # a fresh start
 
 
-def misfit_of_run(run, optimizer, checkpoint):
+def misfit_of_run(run, optimizer_name, checkpoint):
     """Why a checkpoint cannot be resumed as run, and what to type; '' where it can."""
-    ours = asdict(run.model.config) | {"optimizer": optimizer}
+    ours = asdict(run.model.config) | {"optimizer": optimizer_name}
     theirs = checkpoint["config"] | {"optimizer": checkpoint["optimizer"]}
     differ = [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]]
     flags = [f"--{name}={theirs[name]}" for name in sorted(differ)]
@@ -114,6 +113,7 @@ def misfit_of_run(run, optimizer, checkpoint):
         return f"is of another model: to resume it, type {' '.join(flags)}"
     if checkpoint["data"] != run.meta["sha256"]["train.bin"]:
         return "was trained on another train.bin: name its --data_dir"
+    name_older_states(run, checkpoint)
     wrong = misfit(checkpoint["model"], run.model.state_dict())
     weights = dict(run.model.named_parameters())
     for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=True):

@@ -133,7 +133,8 @@ def names_of_others(script):
     found = set()
     for path in script.parent.glob("*.py"):
         with contextlib.suppress(OSError, *UNUSABLE):  # somebody's unfinished file
-            found |= {name for name, _ in assignments(path)}
+            if "configure(" in path.read_text(encoding="utf-8"):  # a recipe may lie there too
+                found |= {name for name, _ in assignments(path)}
     return found
 
 
@@ -155,22 +156,23 @@ def evaluate(node, known):
 
     Raises NameError for another name, ValueError for what is no number, string or arithmetic."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str):
-        return node.value
-    if isinstance(node, ast.Name):
+        result = node.value
+    elif isinstance(node, ast.Name):
         if node.id not in known:
             raise NameError(f"there is no setting {node.id}", name=node.id)
-        return known[node.id]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in ARITHMETIC:
-        return ARITHMETIC[type(node.op)](evaluate(node.operand, known))
-    if not (isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC):
+        result = known[node.id]
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in ARITHMETIC:
+        result = ARITHMETIC[type(node.op)](evaluate(node.operand, known))
+    elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = evaluate(node.left, known), evaluate(node.right, known)
+        if isinstance(node.op, ast.Pow) and abs(right) > 64:
+            raise ValueError("an exponent above 64")
+        is_text = isinstance(left, str) or isinstance(right, str)
+        if is_text and not isinstance(node.op, ast.Add):
+            raise ValueError("strings can only be added")
+        result = ARITHMETIC[type(node.op)](left, right)
+    else:
         raise ValueError(f"`{ast.unparse(node):.40}` is no number, string, arithmetic or setting")
-    left, right = evaluate(node.left, known), evaluate(node.right, known)
-    if isinstance(node.op, ast.Pow) and abs(right) > 64:
-        raise ValueError("an exponent above 64")
-    is_text = isinstance(left, str) or isinstance(right, str)
-    if is_text and not isinstance(node.op, ast.Add):
-        raise ValueError("strings can only be added")
-    result = ARITHMETIC[type(node.op)](left, right)
     if isinstance(result, int) and abs(result) > LARGEST:
         raise ValueError("it is too large")
     return result
@@ -191,10 +193,11 @@ def convert(where, name, value, defaults):
     default = defaults[name]
     wanted = type(default)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if wanted is float and is_number and abs(value) < LARGEST:
-        value = float(value)
-    if wanted is int and type(value) is float and value.is_integer():
-        value = int(value)  # batch_size = 0.5 * 4096
+    if is_number and abs(value) < LARGEST:
+        if wanted is float:
+            value = float(value)
+        elif wanted is int and value == int(value):
+            value = int(value)  # batch_size = 0.5 * 4096
     if type(value) is not wanted or (wanted is float and not math.isfinite(value)):
         must = f"should be of type {wanted.__name__}, like {default!r}"
         sys.exit(f"{where}: {name}={value!r:.60} {must}")
@@ -222,8 +225,8 @@ def print_help(doc, namespaces):
         for name, node in found.items():
             if not is_literal(node.value):
                 source[node.end_lineno - 1] += f"  # = {namespace[name]!r}"
-        begin = min(node.lineno for node in found.values())
-        end = max(node.end_lineno for node in found.values())
+        begin = min((node.lineno for node in found.values()), default=1)
+        end = max((node.end_lineno for node in found.values()), default=0)
         lines += ["", *source[begin - 1 : end]]
         lines += [f"{name} = {namespace[name]!r}" for name in names if name not in found]
     try:

@@ -59,8 +59,12 @@ class Rows:
         self.fetched = {}  # {(start, n): those rows, on the device or on their way}
         self.read(count - 1, 1)  # a file that is too short shows at once
 
+    def prefetch(self, start, n):
+        """Read n rows and queue them for the device, so that fetch() has them there."""
+        self.fetch(start, n)
+
     def fetch(self, start, n):
-        """n rows from start on, on the device; called ahead of time it queues them."""
+        """n rows from start on, on the device."""
         if (start, n) not in self.fetched:
             rows = self.read(start, n)
             on_gpu = self.dev.type == "cuda"

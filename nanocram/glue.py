@@ -285,18 +285,22 @@ def markdown_page(results):
 
 # The store: glue.jsonl, to which each run adds a line. What it was a run of, in these fields:
 IDENTITY = ("system", "weights", "settings")
+SHOWN = {"rows", "scores", "date", "device"}  # what a page says of it
 
 
 def read_runs(folder):
     """The runs in a folder's glue.jsonl, the last of each identity, task, seed and data."""
     path = Path(folder) / "glue.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
             run = json.loads(line)
             key = json.dumps([run[name] for name in (*IDENTITY, "task", "seed", "data")])
+            is_known = run["task"] in TASKS and run.keys() >= SHOWN
         except (ValueError, LookupError, TypeError):
+            is_known = False
+        if not is_known:
             print(f"{path}, line {number} is no run: left out")  # of a kill, or edited by hand
             continue
         found.pop(key, None)  # a run that is added again is the last one

@@ -138,77 +138,58 @@ def new_log(run):
     return record.Log(run, train.out_dir, tokenizer, matmul_rate=1e12)
 
 
-# The headers of the official GLUE download: (train, dev, test); the columns that hold text are
-# named in TEXT.
-WIDE = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse "
-WIDE += "sentence1_parse sentence2_parse "
-HEADERS = {
-    "CoLA": (None, None, "index sentence"),
-    "SST-2": ("sentence label", "sentence label", "index sentence"),
-    "MRPC": ("Quality|#1 ID|#2 ID|#1 String|#2 String",) * 2
-    + ("index|#1 ID|#2 ID|#1 String|#2 String",),
-    "STS-B": ("index genre filename year old_index source1 source2 sentence1 sentence2 score",) * 2
-    + ("index genre filename year old_index source1 source2 sentence1 sentence2",),
-    "QQP": ("id qid1 qid2 question1 question2 is_duplicate",) * 2 + ("id question1 question2",),
-    "MNLI": (
-        WIDE + "sentence1 sentence2 label1 gold_label",
-        WIDE + "sentence1 sentence2 label1 label2 label3 label4 label5 gold_label",
-        WIDE + "sentence1 sentence2",
+# The official GLUE files: columns, which of them are the texts and the label, and the labels.
+PARSES = "index|promptID|pairID|genre|sentence1_binary_parse|sentence1_parse|"
+GENRES = "index|genre|filename|year|old_index|source1|source2|sentence1|sentence2|score"
+BOTH = ("sentence1", "sentence2")
+ENTAILED = ("entailment", "not_entailment")
+OFFICIAL_FILES = {
+    "CoLA": ("source|label|mark|sentence", ("sentence",), ("0", "1")),
+    "SST-2": ("sentence|label", ("sentence",), ("0", "1")),
+    "MRPC": ("Quality|#1 ID|#2 ID|#1 String|#2 String", ("#1 String", "#2 String"), ("0", "1")),
+    "STS-B": (GENRES, BOTH, ()),
+    "QQP": (
+        "id|qid1|qid2|question1|question2|is_duplicate",
+        ("question1", "question2"),
+        ("0", "1"),
     ),
-    "QNLI": ("index question sentence label",) * 2 + ("index question sentence",),
-    "RTE": ("index sentence1 sentence2 label",) * 2 + ("index sentence1 sentence2",),
-    "WNLI": ("index sentence1 sentence2 label",) * 2 + ("index sentence1 sentence2",),
+    "MNLI": (
+        PARSES + "sentence1|sentence2|label1|gold_label",
+        BOTH,
+        ("entailment", "neutral", "contradiction"),
+    ),
+    "QNLI": ("index|question|sentence|label", ("question", "sentence"), ENTAILED),
+    "RTE": ("index|sentence1|sentence2|label", BOTH, ENTAILED),
+    "WNLI": ("index|sentence1|sentence2|label", BOTH, ("0", "1")),
 }
-TEXT = (
-    ("sentence", "#1 String", "sentence1", "question1", "question"),
-    ("#2 String", "sentence2", "question2"),
-)
-LABEL = ("label", "Quality", "score", "is_duplicate", "gold_label")
-NAMES = {
-    "QNLI": ("entailment", "not_entailment"),
-    "RTE": ("entailment", "not_entailment"),
-    "MNLI": ("entailment", "neutral", "contradiction"),
-}
+LABEL_COLUMNS = {"label", "Quality", "score", "is_duplicate", "gold_label"}
 
 
-def write_glue(folder, sentences, train=40, dev=12, test=7):
+def write_glue(folder, sentences, train=40, dev=12):
     """Files in the official layout, labels by the length of the first text; {(task, split):
     [(texts, label)]}."""
     written = {}
-    for task, headers in HEADERS.items():
-        suffixes = ("_matched", "_mismatched") if task == "MNLI" else ("",)
-        splits = [("train", headers[0], train), *((f"dev{s}", headers[1], dev) for s in suffixes)]
-        for at, (split, header, n) in enumerate(
-            [*splits, *((f"test{s}", headers[2], test) for s in suffixes)]
-        ):
-            bare, columns = (
-                header is None,
-                (header or "source label mark sentence").replace(" ", "|").split("|"),
-            )
-            columns = header.split("|") if header and "|" in header else columns
-            lines, written[task, split] = [] if bare else ["\t".join(columns)], []
-            for i in range(n):
-                a, b = (
-                    sentences[(7 * i + at) % len(sentences)],
-                    sentences[(3 * i + at) % len(sentences)],
-                )
-                names = NAMES.get(task, ("0", "1"))
-                label = f"{len(a) / 40:.3f}" if task == "STS-B" else names[len(a) % len(names)]
-                first, second = (
-                    (TEXT[0], TEXT[1]) if task != "QNLI" else (("question",), ("sentence",))
-                )
-                cells = {
-                    c: a if c in first else b if c in second else label if c in LABEL else "x"
-                    for c in columns
-                }
-                lines.append("\t".join(cells.values()))
-                texts = (a,) if task in ("CoLA", "SST-2") else (a, b)
-                written[task, split].append((texts, label if set(LABEL) & {*columns} else None))
-            (folder / task).mkdir(parents=True, exist_ok=True)
-            start = "\ufeff" if task == "MRPC" and split != "test" else ""
-            (folder / task / f"{split}.tsv").write_text(
-                start + "\n".join(lines) + "\n", encoding="utf-8", newline="\n"
-            )
+    for task, (header, text_columns, labels) in OFFICIAL_FILES.items():
+        devs = ("dev_matched", "dev_mismatched") if task == "MNLI" else ("dev",)
+        (folder / task).mkdir(parents=True)
+        for at, split in enumerate(("train", *devs)):
+            if task == "MNLI" and at:
+                header = header.replace("label1|g", "label1|label2|label3|label4|label5|g")
+            columns = header.split("|")
+            lines = [] if task == "CoLA" else ["\t".join(columns)]
+            rows = written[task, split] = []
+            for i in range(dev if at else train):
+                numbers = (7 * i + at, 3 * i + at)[: len(text_columns)]
+                texts = tuple(sentences[n % len(sentences)] for n in numbers)
+                length = len(texts[0])
+                label = labels[length % len(labels)] if labels else f"{length / 40:.3f}"
+                cells = dict.fromkeys(columns, "x") | dict.fromkeys(LABEL_COLUMNS, label)
+                cells |= dict(zip(text_columns, texts, strict=True))
+                lines.append("\t".join(cells[column] for column in columns))
+                rows.append((texts, label))
+            start = "\ufeff" if task == "MRPC" else ""
+            text = start + "\n".join(lines) + "\n"
+            (folder / task / f"{split}.tsv").write_text(text, encoding="utf-8", newline="\n")
     return written
 
 

@@ -143,7 +143,7 @@ def test_transformers_decodes_what_was_normalised(pair, text):
 
 
 def test_the_collator_of_whole_words_takes_words(pair, texts):
-    """Each stretch between spaces is masked as a whole or not at all, at the rate that was asked."""
+    """Each stretch between spaces is masked as a whole or not at all, at the rate asked for."""
     _, theirs = pair
     # A character outside ASCII may be two tokens with one span, which the collator does not join.
     plain = [text.encode("ascii", "ignore").decode() for text in texts[60:160]]

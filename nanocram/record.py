@@ -52,10 +52,15 @@ def new_folder(folder):
 
 
 def write_facts(folder, data_dir, settings, facts):
-    """Write run.json, and beside it the tokenizer of the data."""
+    """Write run.json, and beside it the tokenizer of the data, which learns the model's length.
+
+    Without that, transformers cuts nothing, and runs on beyond the positions that were trained."""
     write_text(folder / "run.json", json.dumps({"settings": settings, **facts}, indent=2))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        write_text(folder / name, (Path(data_dir) / name).read_text("utf-8"))
+    data = Path(data_dir)
+    write_text(folder / "tokenizer.json", (data / "tokenizer.json").read_text("utf-8"))
+    config = json.loads((data / "tokenizer_config.json").read_text("utf-8"))
+    config["model_max_length"] = settings["max_seq_len"]
+    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
 
 
 def resume(folder, settings, step, elapsed):

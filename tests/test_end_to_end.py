@@ -125,6 +125,19 @@ def test_the_model_folder_loads_in_transformers(finished):
         )
 
 
+def test_transformers_cuts_at_the_models_length(finished, texts):
+    out, _ = finished
+    model = transformers.AutoModelForMaskedLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    longest = model.config.max_position_embeddings
+    assert tokenizer.model_max_length == longest
+    batch = tokenizer(texts[0], texts[1], truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape == (1, longest)
+    with torch.no_grad():
+        logits = load(out)(batch["input_ids"])
+        assert (logits - model(**batch).logits).abs().max() < 1e-5 * logits.abs().max()
+
+
 @pytest.mark.parametrize("length", [20, 128, 512])
 def test_pairs_and_long_texts_in_transformers(finished, texts, length):
     """Padded batches of pairs of real prose: hidden states, but for the final norm's weights, which

@@ -6,6 +6,7 @@ in results/README.md.
 
 import csv
 import itertools
+import json
 import os
 import pickle
 import random
@@ -382,11 +383,17 @@ def test_a_kill_while_the_first_files_were_written_is_in_nobodys_way(tmp_path, d
 
 
 def test_a_lost_run_json_is_no_reason_not_to_go_on(tmp_path, data_dir):
-    record.resume(tmp_path, {"seed": 1}, step=0, elapsed=0.0)
-    record.write_facts(tmp_path, data_dir, {"seed": 1}, {})
-    assert record.read_facts(tmp_path) == {"settings": {"seed": 1}}
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (data_dir / name).read_bytes()
+    settings = {"seed": 1, "max_seq_len": 300}
+    record.resume(tmp_path, settings, step=0, elapsed=0.0)
+    record.write_facts(tmp_path, data_dir, settings, {})
+    assert record.read_facts(tmp_path) == {"settings": settings}
+    words = "tokenizer.json"
+    assert (tmp_path / words).read_bytes() == (data_dir / words).read_bytes()
+    of_data, of_run = (
+        json.loads((folder / "tokenizer_config.json").read_text())
+        for folder in (data_dir, tmp_path)
+    )
+    assert of_run == of_data | {"model_max_length": 300}
 
 
 def test_a_run_that_logged_nothing_yet_resumes_again(tmp_path):
@@ -414,7 +421,7 @@ def test_a_run_that_one_stands_in_is_left_there(tmp_path, monkeypatch):
 def test_what_is_lost_is_said(tmp_path, data_dir, capsys):
     out = tmp_path / "out"
     record.new_folder(out)
-    record.write_facts(out, data_dir, {"init": "scratch", "seed": 1}, {})
+    record.write_facts(out, data_dir, {"init": "scratch", "seed": 1, "max_seq_len": 512}, {})
     for step in (5, 10, 15, 20):
         row = {"elapsed_s": 10.0 * step, "step": step, "tokens": 1, "skipped": 0}
         record.append_row(out, row)

@@ -203,6 +203,7 @@ CARD_BEGIN = """---
 """
 CARD = """{begin}{front}
 license: other  # yours to choose
+# to share it: hf upload YOU/{name} FOLDER --exclude ckpt.pt, which is for resuming alone
 tags: [masked-lm, cramming]
 ---
 
@@ -221,7 +222,17 @@ All settings are in `run.json`, every logged step is in `log.csv`.
 NATIVE = """```python
 from transformers import pipeline
 print(pipeline("fill-mask", model="{name}")("the capital of france is [MASK]."))
-```"""
+```
+
+It needs transformers 4.48 or later. The pipeline's `targets` are entries of the vocabulary, where
+`Ġ` is the space before a word: `["Ġparis", "Ġrome"]`."""
+NO_HEAD = """
+
+The hidden states of `AutoModel` are without the final norm's weights: those are in `head.norm`."""
+ASCII = """
+
+The tokenizer lower-cases, takes accents off and drops all else outside ASCII: a text of emoji alone
+has no token."""
 OURS = """It is none of transformers' architectures: `model_folder.load("{name}")` reads it."""
 
 
@@ -241,8 +252,11 @@ def write_card(folder, glue_table=()):
 def card(folder, run, row, glue_table):
     """The text of a run's card: its run.json, the row of its log with the last evaluation."""
     use, front = OURS, "library_name: nanocram"
-    if json.loads((folder / "config.json").read_text())["model_type"] == "modernbert":
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "modernbert":
         use, front = NATIVE, "library_name: transformers\npipeline_tag: fill-mask"
+        use += "" if config["nanocram"]["head_transform"] else NO_HEAD
+    use += ASCII if run["corpus"].get("normalisation") == "ascii" else ""
     name = folder.resolve().name
     glue = "\n".join(["", "## GLUE, dev sets", "", *glue_table, ""]) if glue_table else ""
     words = {"begin": CARD_BEGIN, "front": front, "name": name, "use": use.format(name=name)}

@@ -175,8 +175,8 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
 
 
 def test_sentence_transformers_wraps_it(finished):
-    """The documented line gives the mean of our last hidden states over the tokens of each text,
-    but for the final norm's weights."""
+    """Its vectors are the means of our last hidden states over the tokens of each text, but for the
+    final norm's weights."""
     st = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
     texts, out = ["once upon a time there was a king", "no"], finished[0]
     tokenizer, ours = transformers.AutoTokenizer.from_pretrained(out), load(out)

@@ -19,7 +19,7 @@ lines = argparse.RawDescriptionHelpFormatter
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=lines)
 for name in ("model", "train", "dev", "out"):
     parser.add_argument(name)
-for name, value in {"lr": 5e-4, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}.items():
+for name, value in {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
 options = parser.parse_args()
 if os.path.exists(options.out):  # it may be the model's own

@@ -3,12 +3,14 @@ import re
 import shutil
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
+from nanocram.data import fill_masks
 from nanocram.tokenizer import (
     CLS,
     MASK,
@@ -113,6 +115,21 @@ def test_a_mask_in_a_sentence_leaves_its_neighbours_as_in_running_text(pair):
     assert ids[1:at] == ours.encode("the door of the").tolist()
     assert ids[at + 1 : -1] == ours.encode(" is open.").tolist()
     assert theirs("open the [MASK].")["input_ids"][-2] == ours.encode("door.").tolist()[-1]
+
+
+@pytest.mark.parametrize("text", ["open the [MASK] now.", "[MASK] is", "x =\t[MASK]", "a [MASK]."])
+def test_fill_masks_asks_what_the_pipeline_asks(pair, text):
+    ours, theirs = pair
+    asked = []
+
+    class Echo(torch.nn.Module):
+        def forward(self, ids, positions):
+            asked.append(ids[0].tolist())
+            assert ids[0, positions.item()] == MASK
+            return torch.zeros(1, 1, ours.vocab_size)
+
+    fill_masks(Echo(), ours, text)
+    assert asked == [theirs(text)["input_ids"]]
 
 
 @settings(max_examples=300, deadline=None)

@@ -157,7 +157,7 @@ def load(folder, device="cpu"):
         model = MaskedLM(ModelConfig(**config["nanocram"]))
         # Of two labels without names, transformers writes none.
         labels = config.get("id2label", ("LABEL_0", "LABEL_1"))
-        if "id2label" in config or "Classification" in str(config.get("architectures")):
+        if "id2label" in config or "ForSequenceClassification" in str(config.get("architectures")):
             if not model.config.head_transform:
                 raise ValueError("a classifier of transformers' making; try --baseline=hf:FOLDER")
             pooling = config.get("classifier_pooling", "cls")

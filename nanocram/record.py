@@ -52,14 +52,18 @@ def new_folder(folder):
 
 
 def write_facts(folder, data_dir, settings, facts):
-    """Write run.json, and beside it the tokenizer of the data, which learns the model's length.
+    """Write run.json, and beside it the tokenizer of the data."""
+    write_text(folder / "run.json", json.dumps({"settings": settings, **facts}, indent=2))
+    copy_tokenizer(Path(data_dir), folder, settings["max_seq_len"])
+
+
+def copy_tokenizer(data_dir, folder, longest):
+    """Write a data folder's tokenizer into a run's, with the length that its model takes.
 
     Without that, transformers cuts nothing, and runs on beyond the positions that were trained."""
-    write_text(folder / "run.json", json.dumps({"settings": settings, **facts}, indent=2))
-    data = Path(data_dir)
-    write_text(folder / "tokenizer.json", (data / "tokenizer.json").read_text("utf-8"))
-    config = json.loads((data / "tokenizer_config.json").read_text("utf-8"))
-    config["model_max_length"] = settings["max_seq_len"]
+    write_text(folder / "tokenizer.json", (data_dir / "tokenizer.json").read_text("utf-8"))
+    config = json.loads((data_dir / "tokenizer_config.json").read_text("utf-8"))
+    config["model_max_length"] = longest
     write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
 
 

@@ -16,7 +16,7 @@ source = "monology/pile-uncopyrighted"
 max_rows = 43166767
 order = "curriculum"
 # architecture: scaled sinusoidal positions, norms before the blocks, biases in the norms alone
-position = "sinusoidal"
+position_embedding = "sinusoidal"
 max_seq_len = 128
 first_attn_norm = True
 norm_bias = True

@@ -50,12 +50,24 @@ class Rows:
 
     Read by position, not by memory map: a file that shrinks in mid-run is one line, not a crash."""
 
-    def __init__(self, path, count, seq_len, vocab_size):
+    def __init__(self, path, count, seq_len, vocab_size, dev="cpu"):
         self.path = Path(path)
         self.count = count
         self.seq_len = seq_len
         self.vocab_size = vocab_size
+        self.dev = torch.device(dev)
+        self.fetched = {}  # {(start, n): those rows, on the device or on their way}
         self.read(count - 1, 1)  # a file that is too short shows at once
+
+    def fetch(self, start, n):
+        """n rows from start on, on the device; called ahead of time it queues them."""
+        if (start, n) not in self.fetched:
+            rows = self.read(start, n)
+            on_gpu = self.dev.type == "cuda"
+            if on_gpu:
+                rows = rows.pin_memory()
+            self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
+        return self.fetched[start, n]
 
     def read(self, start, n):
         """n rows from start on, int64 (n, seq_len); behind the last row comes the first again."""
@@ -89,28 +101,6 @@ class Rows:
 def round_up(n, multiple):
     """The least multiple that is no less than n."""
     return (n + multiple - 1) // multiple * multiple
-
-
-def draw_masks(rows, k_max, n_predict, vocab_size, mask_share=1.0, random_share=0.0):
-    """(ids, positions, labels) of rows (B, T), with n_predict ≤ k_max tokens of each to predict.
-
-    Positions (B, k_max) are uniform without replacement from 1 to T − 1: never [CLS], [SEP] like
-    any other. The first n_predict have labels; of these, mask_share become [MASK] and random_share
-    a random token."""
-    B, T = rows.shape
-    # The K largest of T − 1 random numbers: K places without replacement, in random order.
-    positions = torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1  # (B, K)
-    tokens = rows.gather(1, positions)
-    rank = torch.arange(k_max, device=rows.device)
-    n_mask = round(n_predict * mask_share)
-    replaced = torch.where(rank < n_mask, MASK, tokens)
-    if random_share:
-        random_end = min(n_predict, n_mask + round(n_predict * random_share))
-        is_random = (rank >= n_mask) & (rank < random_end)
-        replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
-    ids = rows.scatter(1, positions, replaced)
-    labels = tokens.masked_fill(rank >= n_predict, IGNORE)
-    return ids, positions, labels
 
 
 def held_out(rows, batch):

@@ -8,7 +8,7 @@ names, for load().
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -17,7 +17,12 @@ from model import ROPE_THETA, Classifier, MaskedLM, ModelConfig
 from nanocram.safety import first_line, write_beside, write_text
 
 # The switches that make another architecture, as ModernBERT has them.
-NATIVE = {"activation": "geglu", "position": "rope", "post_norm": False, "embedding_norm": True}
+NATIVE = {
+    "activation": "geglu",
+    "position_embedding": "rope",
+    "post_norm": False,
+    "embedding_norm": True,
+}
 NATIVE |= {"first_attn_norm": False, "final_norm": True, "token_types": 0}
 
 # Our fields by ModernBERT's names, and what never changes.
@@ -66,6 +71,17 @@ def folder_config(config, labels=None):
         found["label2id"] = {name: i for i, name in enumerate(names)}
         found["problem_type"] = "single_label_classification" if labels else "regression"
     return found | {"nanocram": asdict(config)}
+
+
+def read_config(saved):
+    """The ModelConfig of a dict that an older or another ModelConfig wrote.
+
+    Fields that are new take their default, those that are gone are named and left out."""
+    known = {f.name: saved[f.name] for f in fields(ModelConfig) if f.name in saved}
+    gone = sorted(saved.keys() - known.keys())
+    if gone:
+        print(f"left out, as model.py no longer has such switches: {', '.join(gone)}")
+    return ModelConfig(**known)
 
 
 def to_folder_keys(state, config):
@@ -154,7 +170,7 @@ def load(folder, device="cpu"):
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
         state = load_file(Path(folder) / "model.safetensors")
-        model = MaskedLM(ModelConfig(**config["nanocram"]))
+        model = MaskedLM(read_config(config["nanocram"]))
         # Of two labels without names, transformers writes none.
         labels = config.get("id2label", ("LABEL_0", "LABEL_1"))
         if "id2label" in config or "ForSequenceClassification" in str(config.get("architectures")):

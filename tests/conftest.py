@@ -1,14 +1,10 @@
 """What several test files share: a small data set, small runs of train.py, a small GLUE."""
 
-import csv
-import dataclasses
 import gzip
-import io
 import os
-import signal
 import subprocess
 import sys
-import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +23,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from model import ModelConfig
 from nanocram import machine
 
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
@@ -100,7 +95,6 @@ def train(monkeypatch, data_dir, tmp_path):
     """The train module with the settings of a small run; set others with put()."""
     import train
 
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own handlers
     # Seconds of work, and many of them in bfloat16 where that is not native.
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)
     folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
@@ -115,6 +109,13 @@ def put(monkeypatch, module, **settings):
         monkeypatch.setattr(module, name, value)
 
 
+def model_config(**changes):
+    """A ModelConfig of train.py's settings, but for changes."""
+    import train
+
+    return replace(train.model_config(), **changes)
+
+
 def new_run(amp_dtype=torch.float32):
     """A Run of train.py as it is set, on the CPU."""
     import train
@@ -123,22 +124,18 @@ def new_run(amp_dtype=torch.float32):
     meta = load_meta(train.data_dir)
     path = Path(train.data_dir) / "train.bin"
     rows = Rows(path, meta["counts"]["rows"], train.seq_len, train.vocab_size)
-    sizes = {f.name: getattr(train, f.name) for f in dataclasses.fields(ModelConfig)}
-    return train.Run(ModelConfig(**sizes), meta, rows, torch.device("cpu"), amp_dtype)
+    return train.build(train.model_config(), meta, rows, torch.device("cpu"), amp_dtype)
 
 
-def train_step(run, progress):
-    """One step as main() does it; whether it came to its end, and (loss, norm) if so."""
+def new_log(run):
+    """The record.Log of a run, in out_dir, which exists then; its writer is rank 0."""
     import train
+    from nanocram import record
+    from nanocram.tokenizer import Tokenizer
 
-    n_rows = train.batch_rows(progress)
-    total_loss = train.accumulate(run, n_rows, train.mask_count(progress))
-    if total_loss is None:
-        return None
-    done = train.update(run, total_loss, train.lr_scale(progress))
-    run.state.step += 1
-    run.state.row += n_rows
-    return done
+    Path(train.out_dir).mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(Path(train.data_dir) / "tokenizer.json")
+    return record.Log(run, train.out_dir, tokenizer, matmul_rate=1e12)
 
 
 # The headers of the official GLUE download: (train, dev, test); the columns that hold text are
@@ -212,12 +209,6 @@ def write_glue(folder, sentences, train=40, dev=12, test=7):
             (folder / task / f"{split}.tsv").write_text(
                 start + "\n".join(lines) + "\n", encoding="utf-8", newline="\n"
             )
-    (folder / "AX").mkdir()
-    lines = [
-        "index\tsentence1\tsentence2",
-        *(f"{i}\t{s}\t{s}" for i, s in enumerate(sentences[:test])),
-    ]
-    (folder / "AX/diagnostic.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return written
 
 
@@ -233,34 +224,6 @@ def glue_files(tmp_path_factory, sentences):
     """(folder of a small GLUE in the official layout, what was written into it)."""
     folder = tmp_path_factory.mktemp("glue")
     return folder, write_glue(folder, sentences)
-
-
-# gluebenchmark.com: rows of each file, and the labels that may stand in it.
-LEADERBOARD = {
-    "CoLA.tsv": (1063, {"0", "1"}),
-    "SST-2.tsv": (1821, {"0", "1"}),
-    "MRPC.tsv": (1725, {"0", "1"}),
-    "STS-B.tsv": (1379, None),
-    "QQP.tsv": (390965, {"0", "1"}),
-    "MNLI-m.tsv": (9796, {"entailment", "neutral", "contradiction"}),
-    "MNLI-mm.tsv": (9847, {"entailment", "neutral", "contradiction"}),
-    "QNLI.tsv": (5463, {"entailment", "not_entailment"}),
-    "RTE.tsv": (3000, {"entailment", "not_entailment"}),
-    "WNLI.tsv": (146, {"0", "1"}),
-    "AX.tsv": (1104, {"entailment", "neutral", "contradiction"}),
-}
-
-
-def check_submission(path, counts):
-    """Every file of the zip as the leaderboard wants it: header, numbers of the rows, labels."""
-    with zipfile.ZipFile(path) as archive:
-        assert sorted(archive.namelist()) == sorted(counts)
-        for name, n in counts.items():
-            rows = list(csv.reader(io.StringIO(archive.read(name).decode()), delimiter="\t"))
-            assert rows[0] == ["index", "prediction"]
-            assert [row[0] for row in rows[1:]] == [str(i) for i in range(n)]
-            values, labels = {row[1] for row in rows[1:]}, LEADERBOARD[name][1]
-            assert values <= labels if labels else all(0 <= float(v) <= 5 for v in values)
 
 
 def saved_for_backward(forward, parameters):

@@ -136,7 +136,10 @@ def held_out(rows, batch):
 @torch.no_grad()
 def fill_masks(model, tokenizer, sentence, device="cpu"):
     """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence."""
-    before, after = (tokenizer.encode(part).tolist() for part in sentence.split("[MASK]", 1))
+    before, after = sentence.split("[MASK]", 1)
+    # The mask stands for a word and the space before it, as it does in transformers.
+    before = tokenizer.encode(before.rstrip()).tolist()
+    after = tokenizer.encode(after).tolist()
     ids = torch.tensor([[CLS, *before, MASK, *after, SEP]], device=device)
     position = torch.tensor([[len(before) + 1]], device=device)
     was_training = model.training

@@ -171,12 +171,14 @@ def load(folder, device="cpu"):
         config = json.loads((Path(folder) / "config.json").read_text())
         state = load_file(Path(folder) / "model.safetensors")
         model = MaskedLM(read_config(config["nanocram"]))
-        if "id2label" in config:
+        # Of two labels without names, transformers writes none.
+        labels = config.get("id2label", ("LABEL_0", "LABEL_1"))
+        if "id2label" in config or "ForSequenceClassification" in str(config.get("architectures")):
             if not model.config.head_transform:
                 raise ValueError("a classifier of transformers' making; try --baseline=hf:FOLDER")
             pooling = config.get("classifier_pooling", "cls")
             dropout = config.get("classifier_dropout", 0.1)
-            model = Classifier(model, len(config["id2label"]), dropout, pooling)
+            model = Classifier(model, len(labels), dropout, pooling)
         wrong = misfit(state, to_folder_keys(model.state_dict(), model.config))
         if wrong:
             raise ValueError(wrong)

@@ -57,6 +57,16 @@ def new_folder(folder):
     folder.mkdir(parents=True, exist_ok=True)
 
 
+def copy_tokenizer(data_dir, folder, longest):
+    """Write a data folder's tokenizer into a run's, with the length that its model takes.
+
+    Without that, transformers cuts nothing, and runs on beyond the positions that were trained."""
+    write_text(folder / "tokenizer.json", (data_dir / "tokenizer.json").read_text("utf-8"))
+    config = json.loads((data_dir / "tokenizer_config.json").read_text("utf-8"))
+    config["model_max_length"] = longest
+    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
+
+
 def resume(folder, settings, step, elapsed):
     """Take a run's record back to its checkpoint, and say what is lost and which settings moved.
 
@@ -159,8 +169,7 @@ class Log:
         else:
             new_folder(self.folder)
         self.write_facts(settings)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            write_text(self.folder / name, (Path(data_dir) / name).read_text("utf-8"))
+        copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
         if wandb_project:
             import wandb
 
@@ -383,6 +392,7 @@ CARD_BEGIN = """---
 """
 CARD = """{begin}{front}
 license: other  # yours to choose
+# to share it: hf upload YOU/{name} FOLDER --exclude ckpt.pt, which is for resuming alone
 tags: [masked-lm, cramming]
 ---
 
@@ -401,7 +411,17 @@ All settings are in `run.json`, every logged step is in `log.csv`.
 NATIVE = """```python
 from transformers import pipeline
 print(pipeline("fill-mask", model="{name}")("the capital of france is [MASK]."))
-```"""
+```
+
+It needs transformers 4.48 or later. The pipeline's `targets` are entries of the vocabulary, where
+`Ġ` is the space before a word: `["Ġparis", "Ġrome"]`."""
+NO_HEAD = """
+
+The hidden states of `AutoModel` are without the final norm's weights: those are in `head.norm`."""
+ASCII = """
+
+The tokenizer lower-cases, takes accents off and drops all else outside ASCII: a text of emoji alone
+has no token."""
 OURS = """It is none of transformers' architectures: `model_folder.load("{name}")` reads it."""
 
 
@@ -421,8 +441,11 @@ def write_card(folder, glue_table=()):
 def card(folder, run, row, glue_table):
     """The text of a run's card: its run.json, the row of its log with the last evaluation."""
     use, front = OURS, "library_name: nanocram"
-    if json.loads((folder / "config.json").read_text())["model_type"] == "modernbert":
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "modernbert":
         use, front = NATIVE, "library_name: transformers\npipeline_tag: fill-mask"
+        use += "" if config["nanocram"]["head_transform"] else NO_HEAD
+    use += ASCII if run["corpus"].get("normalisation") == "ascii" else ""
     name = folder.resolve().name
     glue = "\n".join(["", "## GLUE, dev sets", "", *glue_table, ""]) if glue_table else ""
     words = {"begin": CARD_BEGIN, "front": front, "name": name, "use": use.format(name=name)}

@@ -120,6 +120,19 @@ def test_the_model_folder_loads_in_transformers(finished):
         )
 
 
+def test_transformers_cuts_at_the_models_length(finished, texts):
+    out, _ = finished
+    model = transformers.AutoModelForMaskedLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    longest = model.config.max_position_embeddings
+    assert tokenizer.model_max_length == longest
+    batch = tokenizer(texts[0], texts[1], truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape == (1, longest)
+    with torch.no_grad():
+        logits = load(out)(batch["input_ids"])
+        assert (logits - model(**batch).logits).abs().max() < 1e-5 * logits.abs().max()
+
+
 @pytest.mark.parametrize("length", [20, 128, 512])
 def test_pairs_and_long_texts_in_transformers(finished, texts, length):
     """Padded batches of pairs of real prose: hidden states, but for the final norm's weights, which
@@ -150,8 +163,8 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
 
 
 def test_sentence_transformers_wraps_it(finished):
-    """The documented line gives the mean of our last hidden states over the tokens of each text,
-    but for the final norm's weights."""
+    """Its vectors are the means of our last hidden states over the tokens of each text, but for the
+    final norm's weights."""
     st = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
     texts, out = ["once upon a time there was a king", "no"], finished[0]
     tokenizer, ours = transformers.AutoTokenizer.from_pretrained(out), load(out)
@@ -162,6 +175,64 @@ def test_sentence_transformers_wraps_it(finished):
         ]
     found = st.SentenceTransformer(str(out), device="cpu").encode(texts)
     assert np.allclose(found * ours.model.final_norm.weight.detach().numpy(), means, atol=1e-5)
+
+
+def write_pairs(path, rows):
+    """A TSV file as the scripts in docs/ take it."""
+    path.write_text("".join(f"{a}\t{b}\n" for a, b in [("one", "other"), *rows]), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_own_labels(finished, tmp_path, sentences):
+    """The classifier that is left gives the accuracy that is said, under the file's own labels."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer: pip install accelerate")
+    rows = [(text, "asks" if i % 2 else "tells") for i, text in enumerate(sentences[:80])]
+    train, dev = (write_pairs(tmp_path / f"{i}.tsv", rows[i::2] + rows[:9]) for i in (0, 1))
+    model, out = finished[0], tmp_path / "labelled"
+    done = script("docs/finetune_own_labels.py", model, train, dev, out, epochs=1)
+    assert done.returncode == 0, done.stdout
+    pipe = transformers.pipeline("text-classification", model=str(out))
+    pairs = [line.split("\t") for line in dev.read_text().splitlines()[1:]]
+    hits = [pipe(text)[0]["label"] == label for text, label in pairs]
+    assert f"{100 * sum(hits) / len(hits):.1f} %" in last_line(done)
+    assert pipe.tokenizer.model_max_length == pipe.model.config.max_position_embeddings
+    with pytest.raises(ValueError, match="--baseline=hf:"):
+        load(out)
+
+    # Slips: a model's own folder as OUT, a label that is new in dev, a line of three columns.
+    broken = write_pairs(tmp_path / "broken.tsv", [("a\tb", "tells"), ("c", "asks")])
+    other = write_pairs(tmp_path / "other.tsv", [("a", "sings")])
+    goal, before = tmp_path / "new", weights(model)
+    for arguments, words in (
+        ((model, train, dev, model), "name a new folder"),
+        ((model, train, other, goal), "sings"),
+        ((model, broken, dev, goal), "line 2"),
+        ((model, tmp_path / "none.tsv", dev, goal), "none.tsv"),
+    ):
+        slip = script("docs/finetune_own_labels.py", *arguments)
+        assert slip.returncode == 1 and "Traceback" not in slip.stdout
+        assert words in last_line(slip)
+    assert same(weights(model), before) and not goal.exists()
+
+
+@pytest.mark.slow
+def test_sentence_vectors(finished, tmp_path, sentences):
+    """What is left gives the mean of its model's hidden states, and is no longer what it was."""
+    st = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+    pytest.importorskip("accelerate", reason="its trainer: pip install accelerate")
+    halves = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in sentences[:120]]
+    pairs, out = write_pairs(tmp_path / "pairs.tsv", halves), tmp_path / "vectors"
+    done = script("docs/sentence_vectors.py", finished[0], pairs, out, batch=8)
+    assert done.returncode == 0, done.stdout
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModel.from_pretrained(out)
+    with torch.no_grad():
+        hidden = model(**tokenizer(sentences[0], return_tensors="pt")).last_hidden_state
+    found = st.SentenceTransformer(str(out), device="cpu").encode(sentences[0])
+    assert np.allclose(found, hidden[0].mean(0).numpy(), atol=1e-5)
+    old = st.SentenceTransformer(str(finished[0]), device="cpu").encode(sentences[0])
+    assert not np.allclose(found, old, atol=1e-3)
 
 
 def weights(out):

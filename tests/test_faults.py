@@ -7,6 +7,7 @@ in results/README.md.
 import copy
 import csv
 import itertools
+import json
 import math
 import os
 import pickle
@@ -388,8 +389,13 @@ def test_a_lost_run_json_is_no_reason_not_to_go_on(train, data_dir):
     log = new_log(new_run())
     log.begin(True, {"seed": 1}, data_dir, wandb_project="")
     assert record.read_facts(log.folder)["settings"] == {"seed": 1}
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (log.folder / name).read_bytes() == (data_dir / name).read_bytes()
+    words = "tokenizer.json"
+    assert (log.folder / words).read_bytes() == (data_dir / words).read_bytes()
+    of_data, of_run = (
+        json.loads((folder / "tokenizer_config.json").read_text())
+        for folder in (data_dir, log.folder)
+    )
+    assert of_run == of_data | {"model_max_length": train.max_seq_len}
 
 
 def test_a_run_that_logged_nothing_yet_resumes_again(tmp_path):

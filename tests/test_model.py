@@ -139,9 +139,24 @@ def test_what_transformers_made_of_a_model_without_head_transform(tmp_path):
     with pytest.raises(ValueError, match=r"head\.dense\.weight"):
         load(tmp_path / "trained")
     kind = transformers.AutoModelForSequenceClassification
-    kind.from_pretrained(tmp_path / "ours", num_labels=3).save_pretrained(tmp_path / "classifier")
-    with pytest.raises(ValueError, match="classifier"):
-        load(tmp_path / "classifier")
+    for n_labels in (2, 3):
+        theirs = kind.from_pretrained(tmp_path / "ours", num_labels=n_labels)
+        theirs.save_pretrained(tmp_path / "classifier")
+        with pytest.raises(ValueError, match="--baseline=hf:FOLDER"):
+            load(tmp_path / "classifier")
+
+
+@pytest.mark.parametrize("n_labels", [1, 2, 3])
+def test_a_classifier_that_transformers_made_of_a_model_with_head_transform(tmp_path, n_labels):
+    """Two labels without names are not in its config.json."""
+    save(random_model(head_transform=True), tmp_path / "ours")
+    kind = transformers.AutoModelForSequenceClassification
+    theirs = kind.from_pretrained(tmp_path / "ours", num_labels=n_labels).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ids, mask = batch()
+    with torch.no_grad():
+        wanted = theirs(ids, attention_mask=mask).logits
+        assert torch.allclose(load(tmp_path / "theirs")(ids, mask), wanted, atol=1e-5)
 
 
 def test_a_classifier_that_takes_the_mean_is_modernberts_too(tmp_path):

@@ -18,6 +18,7 @@ PARTS = {
     "parallel": {"safety"},
     "record": {"safety"},
     "safety": set(),
+    "sources": {"safety"},
     "tokenizer": set(),
 }
 

@@ -116,10 +116,11 @@ def in_background(function, *args):
 @functools.cache
 def hub():
     """The Hub as a file system; one for all threads, for it remembers what it has looked up."""
-    import huggingface_hub
+    from huggingface_hub import HfFileSystem
+    from huggingface_hub.utils import logging
 
-    huggingface_hub.utils.logging.set_verbosity(50)  # what it would say, patiently() says
-    return huggingface_hub.HfFileSystem()
+    logging.set_verbosity(logging.CRITICAL)  # what it would say, patiently() says
+    return HfFileSystem()
 
 
 def hub_files(name):

@@ -791,6 +791,8 @@ def main():
     if parallel.any_rank(has_bf16) and parallel.any_rank(not has_bf16):
         sys.exit("not all ranks have bfloat16: start torchrun on devices of one kind")
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
+    if not meta.get("complete", True):
+        print(f"WARNING: {data_dir} holds a part of its text: errors in its meta.json say why")
     data = Path(data_dir)
     tokenizer = Tokenizer(data / "tokenizer.json")
     if any(len(tokenizer.encode(sentence)) + 2 > max_seq_len for sentence in sentences()):

@@ -8,6 +8,7 @@ All is written into DATA_DIR.partial and renamed to data_dir at the end. After a
 line broke, the same command goes on; DATA_DIR.partial/journal.json says how far it is.
 """
 
+import contextlib
 import copy
 import functools
 import glob
@@ -31,7 +32,7 @@ import numpy as np
 
 from nanocram import safety, sources
 from nanocram.configurator import configure, require, settings
-from nanocram.sources import HUB, file_kind, hub_name
+from nanocram.sources import HUB, explain, file_kind, hub_name
 from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise, train_tokenizer
 
 # fmt: off
@@ -141,21 +142,6 @@ def up_to(limit, texts):
             return
 
 
-def reason(error):
-    """What went wrong with a source, in one line, and what helps."""
-    kind, said = type(error).__name__, safety.first_line(error, 400)
-    why = f"{kind}: {said[:200]}"
-    if "gated" in said.lower() or "Gated" in kind or "restricted" in said:
-        return f"{why}: accept its terms on its page at the Hub, and type: hf auth login"
-    if "NotFound" in kind or "doesn't exist" in said:
-        return f"{why}: check the name; for a private one type: hf auth login"
-    if "Config name is missing" in said or "BuilderConfig" in said:
-        return f"{kind}: {said}; name one as NAME:CONFIG"
-    if kind == "OfflineModeIsEnabled" or "OfflineModeIsEnabled" in said:
-        return f"{why}: unset HF_HUB_OFFLINE, or give files of your own"
-    return why
-
-
 def read_documents(files, place, errors):
     """The documents of a source's files, from a place on that is kept up to date.
 
@@ -173,7 +159,7 @@ def read_documents(files, place, errors):
                     if text:
                         yield text
             except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
-                errors[path] = reason(e)
+                errors[path] = explain(e)
                 tell(f"WARNING: {path} could not be read to its end: {errors[path]}")
                 if isinstance(e, sources.Silence):  # nor will the others be
                     errors.update(dict.fromkeys(files[place["file"] :], errors[path]))
@@ -573,8 +559,8 @@ def make_vocabulary(files, share, folder):
                 some += sample_of(path, number, size // len(chosen), folder)
             except Exception as e:
                 if not accept_partial:
-                    sys.exit(f"could not read {path} ({reason(e)}): {AGAIN}")
-                tell(f"WARNING: the vocabulary lacks {path}: {reason(e)}")
+                    sys.exit(f"could not read {path} ({explain(e)}): {AGAIN}")
+                tell(f"WARNING: the vocabulary lacks {path}: {explain(e)}")
         if not some:
             sys.exit(f"no text in {name}: give other text")
         texts += some
@@ -656,7 +642,7 @@ def begin_journal(partial, wanted, found):
                 files[name] = sources.hub_files(name)
             except Exception as e:
                 partial.rmdir()
-                sys.exit(f"could not read {name} ({reason(e)})")
+                sys.exit(f"could not read {name} ({explain(e)})")
     journal = {
         "settings": wanted,
         "files": files,  # those of the Hub at the revision that they had at the beginning
@@ -774,7 +760,7 @@ def read_all(files, share, partial):
     batches = in_batches(in_turns(files, share, state), state)
     encoded = encode_all(batches, partial.folder / "tokenizer.json", spent)
     look = {"unit": " tokens", "unit_scale": True, "desc": "tokenizing", "disable": None}
-    with tqdm(initial=count["tokens_read"], **look) as bar:
+    with tqdm(initial=count["tokens_read"], **look) as bar, contextlib.closing(encoded):
         for number, (documents, state_behind) in enumerate(encoded):
             partial.add(documents)
             journal |= state_behind
@@ -866,6 +852,7 @@ def main():
         if not journal["all_read"]:
             read_all(files, share, partial)
         count = partial.finish()
+        count["unread_files"] = len(journal["errors"])
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
         meta |= {"filter_threshold": filter_threshold(), "complete": not journal["errors"]}
         meta |= {"settings": wanted, "counts": count, "errors": journal["errors"]}

@@ -99,6 +99,21 @@ def patiently(ask):
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
+def explain(error):
+    """What went wrong with a source, in one line, and what helps."""
+    kind, said = type(error).__name__, safety.first_line(error, 300)
+    why = f"{kind}: {said}"
+    if "OfflineModeIsEnabled" in why:
+        return f"{why}: unset HF_HUB_OFFLINE, or give files of your own"
+    if "gated" in why.lower() or "restricted" in why:
+        return f"{why}: accept its terms on its page at the Hub, then type: hf auth login"
+    if "NotFound" in kind or "doesn't exist" in said:
+        return f"{why}: check the name; for a private one type: hf auth login"
+    if "Config name is missing" in said or "BuilderConfig" in said:
+        return f"{why}: name one as NAME:CONFIG"
+    return why
+
+
 def in_background(function, *args):
     """A Future of function(*args), called in a thread that does not keep a process from ending."""
     future = Future()

@@ -206,8 +206,8 @@ tags: [masked-lm, cramming]
 A masked language model of {run[parameters]:,} parameters, trained from scratch by nanocram after
 [Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and the text of
 `{run[corpus][source]}`{part}.
-After {hours:.2f} hours, {row[step]:,} steps and {row[tokens]:,} tokens its loss on held-out text was {row[val_loss_15]:.3f} nats per token
-with 15 % masked, {row[val_loss_25]:.3f} with 25 %.
+After {hours:.2f} hours, {row[step]:,} steps and {row[tokens]:,} tokens its loss on held-out text
+was {row[val_loss_15]:.3f} nats per token with 15 % masked, {row[val_loss_25]:.3f} with 25 %.
 
 {use}
 {glue}

@@ -326,12 +326,13 @@ def filter_threshold():
 
 def limit_reached(count):
     """The setting that ends the reading by now; '' for none."""
-    enough = {
-        "max_docs": max_docs > 0 and count["read"] >= max_docs,
-        "max_tokens": max_tokens > 0 and count["tokens_read"] >= max_tokens,
-        "max_rows": max_rows > 0 and count["tokens"] >= max_rows * (seq_len - 1),
-    }
-    return next((name for name, reached in enough.items() if reached), "")
+    if max_docs > 0 and count["read"] >= max_docs:
+        return "max_docs"
+    if max_tokens > 0 and count["tokens_read"] >= max_tokens:
+        return "max_tokens"
+    if max_rows > 0 and count["tokens"] >= max_rows * (seq_len - 1):
+        return "max_rows"
+    return ""
 
 
 def choose(documents, count, held_out, seen):
@@ -340,8 +341,11 @@ def choose(documents, count, held_out, seen):
     Adds all up in count, and by source too; stops at max_docs, max_tokens or max_rows. Hashes of
     what was held out and, for dedup, seen are added to these sets."""
     ratio = filter_threshold()
+    by_source = count["sources"]
     for name, key, characters, ids in documents:
-        of_source = count["sources"].setdefault(name, Counter(tokens=0, val_tokens=0))
+        if name not in by_source:
+            by_source[name] = Counter(tokens=0, val_tokens=0)
+        of_source = by_source[name]
         n_ids = len(ids)
         n_tokens = n_ids - 1  # without the [SEP] at the end
         if not n_tokens:

@@ -161,10 +161,13 @@ class Answer(BaseHTTPRequestHandler):
         self.send(200, info | {"downloads": 1, "likes": 1, "siblings": files})
 
     def send_file(self, path, cut):
-        data = path.read_bytes()
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not wanted:
-            return self.send(200, data, cut)
+            return self.send(200, path.read_bytes(), cut)
+        size = path.stat().st_size
         start = int(wanted[1])
-        end = min(int(wanted[2] or len(data)) + 1, len(data))
-        self.send(206, data[start:end], cut, Content_Range=f"bytes {start}-{end - 1}/{len(data)}")
+        end = min(int(wanted[2] or size) + 1, size)
+        with open(path, "rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+        self.send(206, data, cut, Content_Range=f"bytes {start}-{end - 1}/{size}")

@@ -1,5 +1,6 @@
 """prepare.py as a process, against a stand-in of the Hub: kinds of data sets, faults, kills."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -293,3 +294,43 @@ def test_what_the_hub_refuses_is_told_once(tmp_path, start, source, message):
     assert message in last_line(done) and done.stdout.count(message) == 1
     assert "Traceback" not in done.stdout
     assert len([line for line in done.stdout.splitlines() if "default" not in line]) <= 2
+
+
+def rss_of(pids):
+    """MB of memory of processes, what they share counted for each."""
+    pages = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["files", "hub"])
+def test_memory_does_not_grow_with_a_parquet_file(tmp_path, start, hub, texts, where):
+    """60 MB of text beside 700 MB of another column, in groups of 1,000 rows."""
+    path = hub.root / "datasets/some/large/train.parquet"
+    if not path.exists():
+        path.parent.mkdir()
+        long = "\n".join(texts)
+        with pyarrow.parquet.ParquetWriter(
+            path, pyarrow.schema([("blob", pyarrow.binary()), ("text", pyarrow.string())])
+        ) as file:
+            for group in range(20):
+                some = [long[3000 * i : 3000 * i + 3000] for i in range(1000)]
+                some = [f"{group} {i} {text}" for i, text in enumerate(some)]
+                blobs = [os.urandom(35000) for _ in some]
+                file.write_table(pyarrow.table({"blob": blobs, "text": some}))
+    source = {"files": path, "hub": "some/large"}[where]
+    ordinary = {"sources.BLOCK": 8 << 20, "prepare.BATCH": 1 << 18, "prepare.CHUNK": 1 << 20}
+    process = start(tmp_path / "out", source, ordinary, vocab_sample_mb=5)
+    seen = []
+    while process.poll() is None:
+        memory = rss_of([process.pid, *children_of(process)])
+        if reading_has_begun(tmp_path / "out"):
+            seen.append(memory)
+        time.sleep(0.05)
+    done = end_of(process)
+    assert done.returncode == 0, done.stdout
+    print(f"\n{where}: {seen[0]:.0f} MB at the beginning, {max(seen):.0f} at most")
+    assert max(seen) < 1000

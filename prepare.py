@@ -741,11 +741,12 @@ class Forecast:
             tell(f"1,000M tokens take 2 GB of disk ({has}) and {1e9 / rate / 60:,.0f} min {speed}")
             return None
         tokens = count["tokens_read"] / share
-        minutes = (tokens - count["tokens_read"]) / rate / 60
+        left = (tokens - count["tokens_read"]) / rate  # seconds
+        time_left = f"{left / 60:,.0f} min" if left > 120 else f"{left:,.0f} s"
         size = f"about {tokens / 1e6:,.0f}M tokens, {2 * tokens / 1e6:,.0f} MB of disk"
         missing = 2 * (tokens - count["tokens_read"]) - free
         warning = f"; WARNING: only {free / 1e6:,.0f} MB are free there" if missing > 0 else ""
-        tell(f"{size}: another {minutes:,.0f} min {speed}{warning}")
+        tell(f"{size}: another {time_left} {speed}{warning}")
         return tokens
 
 
@@ -807,12 +808,12 @@ def print_summary(count, journal, goal, seconds):
     if journal["errors"]:
         said = "sources or files were not read to their end"
         print(f"WARNING: {len(journal['errors'])} {said}: errors in {goal}/meta.json names them")
-    if journal["limit"]:
+    for name, paths in journal["files"].items():
         limit = journal["limit"]
-        print(f"note: {limit} ended the reading, --{limit}=0 reads all; it had come to")
-        for name, paths in journal["files"].items():
+        if limit and not paths[0].startswith(HUB):
             at = min(journal["places"][name]["file"], len(paths) - 1)
-            print(f"            file {at + 1} of {len(paths)}, {paths[at]}")
+            where = f"in file {at + 1} of {len(paths)}, {paths[at]}"
+            print(f"note: {limit} ended the reading {where}; --{limit}=0 reads all")
 
 
 def main():

@@ -101,7 +101,8 @@ def patiently(ask):
 
 def explain(error):
     """What went wrong with a source, in one line, and what helps."""
-    kind, said = type(error).__name__, safety.first_line(error, 300)
+    kind = type(error).__name__
+    said = " ".join(str(error).split())[:300]
     why = f"{kind}: {said}"
     if "OfflineModeIsEnabled" in why:
         return f"{why}: unset HF_HUB_OFFLINE, or give files of your own"

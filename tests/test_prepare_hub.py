@@ -18,6 +18,7 @@ import pytest
 from conftest import ROOT, SMALL_DATA, last_line
 from hub import StandIn
 
+SLOW = pytest.mark.slow  # each run of prepare.py imports for seconds
 FILES = ("tokenizer.json", "train.bin", "val.bin")
 # Everything is small, so that a small data set is many blocks, batches and journals.
 SMALL = {"sources.BLOCK": 20000, "prepare.BATCH": 20000, "prepare.ALONE": 3}
@@ -123,7 +124,10 @@ def same(first, second):
     return all((first / name).read_bytes() == (second / name).read_bytes() for name in FILES)
 
 
-@pytest.mark.parametrize("source", ["some/web:part", "some/c4", "some/pile"])
+SOURCES = ["some/web:part", *(pytest.param(f"some/{n}", marks=SLOW) for n in ("c4", "pile"))]
+
+
+@pytest.mark.parametrize("source", SOURCES)
 def test_data_sets_are_read_as_their_files_are(tmp_path, start, expected, source):
     done = end_of(start(tmp_path / "out", source))
     assert done.returncode == 0, done.stdout
@@ -131,6 +135,7 @@ def test_data_sets_are_read_as_their_files_are(tmp_path, start, expected, source
     assert json.loads((tmp_path / "out/meta.json").read_text())["complete"]
 
 
+@SLOW
 def test_bodies_that_break_off_are_asked_for_again(tmp_path, start, hub, expected):
     cut = iter([False, False, True] * 4)
     hub.fault = lambda path: "cut" if path.startswith("/cdn/") and next(cut, False) else None
@@ -160,6 +165,7 @@ def break_the_line(hub, is_time, answer, seconds=1e9):
     hub.fault = fault
 
 
+@SLOW
 def test_a_dead_line_leaves_the_set_unfinished_until_it_is_back_or_a_part_is_accepted(
     tmp_path, start, hub, expected
 ):
@@ -232,6 +238,7 @@ def wait_for_end(pids):
     assert not any(map(is_running, pids))
 
 
+@SLOW
 def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, start, expected):
     process = start(tmp_path / "out")
     while not reading_has_begun(tmp_path / "out"):

@@ -2,7 +2,7 @@
 
 Architecture, optimiser, schedule, ramp and masks are those of arXiv 2212.14034, sections 4.2 to
 4.4. The text is the Pile, as far as it can still be had, in byte-level BPE instead of WordPiece:
-run prepare.py with this file too (its files are zstd: pip install zstandard).
+run prepare.py with this file too.
 
 The A6000 that scored 80.4 had micro-batches and a first step of 512 rows, as here. Cards of 11 to
 16 GB had 96 and 128: --micro_batch=128 --batch_start=128.

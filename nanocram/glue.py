@@ -135,7 +135,7 @@ def read_hub(name, split):
         columns = [rows[column][:] for column in task.hub_texts or task.texts]
         return list(zip(*columns, strict=True)), rows["label"][:]
     except Exception as e:  # no package, no network, no such data set: each raises something else
-        reason = f"cannot get {name} from the Hub ({first_line(e, 120)})"
+        reason = f"cannot get {name} from the Hub ({first_line(e, 300)})"
         sys.exit(f"{reason}: name a --glue_dir with the official files")
 
 

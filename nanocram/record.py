@@ -181,6 +181,9 @@ class Log:
         )
         speed = f"multiplies matrices of {run.amp_dtype} at {rate / 1e12:.2f} TFLOP/s"
         self.say(f"{work}; {run.device.type} {speed}")
+        if not run.meta.get("complete", True):
+            why = "errors in its meta.json say why"
+            self.say(f"WARNING: {data_dir} holds a part of its text: {why}")
         why = not_native(run.model.config)
         if why:
             self.say(
@@ -400,9 +403,9 @@ tags: [masked-lm, cramming]
 
 A masked language model of {run[parameters]:,} parameters, trained from scratch by nanocram after
 [Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and the text of
-`{run[corpus][source]}`. After {hours:.2f} hours, {row[step]:,} steps and {row[tokens]:,} tokens its
-loss on held-out text was {row[val_loss_15]:.3f} nats per token with 15 % masked,
-{row[val_loss_25]:.3f} with 25 %.
+`{run[corpus][source]}`{part}.
+After {hours:.2f} hours, {row[step]:,} steps and {row[tokens]:,} tokens its loss on held-out text
+was {row[val_loss_15]:.3f} nats per token with 15 % masked, {row[val_loss_25]:.3f} with 25 %.
 
 {use}
 {glue}
@@ -449,5 +452,9 @@ def card(folder, run, row, glue_table):
     name = folder.resolve().name
     glue = "\n".join(["", "## GLUE, dev sets", "", *glue_table, ""]) if glue_table else ""
     words = {"begin": CARD_BEGIN, "front": front, "name": name, "use": use.format(name=name)}
+    unread = run["corpus"].get("unread_files", 0)
+    words["part"] = (
+        f" (but {unread} files of it that could not be read to their end)" if unread else ""
+    )
     words |= {"run": run, "row": row, "hours": row["elapsed_s"] / 3600, "glue": glue}
     return CARD.format(**words)

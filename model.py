@@ -219,7 +219,7 @@ class Block(nn.Module):
 
     def forward(self, x, rope, attn_bias, context=None, positions=None):
         """Without a context, x (B, T, C) attends to itself. With a context (B, T, C), x (B, K, C)
-        is what stands at positions (B, K), and attends to the context. Pre-norm: both get normed."""
+        is what stands at positions (B, K), and attends to the context. Pre-norm norms both here."""
         if self.post_norm:
             context = x if context is None else context
             x = self.attn_norm(x + self.drop(self.attn(x, context, rope, attn_bias, positions)))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import prepare as module
-from nanocram.configurator import assignments, settings
+import train
 from nanocram.sources import HubFile, split_documents
 from nanocram.tokenizer import CLS, SEP, Tokenizer
 from prepare import pack, text_hash
@@ -561,18 +561,22 @@ def test_a_question_mark_stands_for_a_comma_in_a_name(tmp_path, corpus, data_dir
 
 
 def test_the_challenge_is_kept_unless_one_is_told(tmp_path, prepare, capsys):
-    assert "edu" not in settings(module.__file__)["source"][0]
+    assert "edu" not in module.source
     with pytest.raises(SystemExit, match="could not read HuggingFaceFW/fineweb-edu"):
         prepare(tmp_path / "out", "HuggingFaceFW/fineweb-edu")
     assert "a pre-trained model chose FineWeb-Edu, which the chall" in capsys.readouterr().out
 
 
 def test_recipes_that_share_a_data_set_prepare_it_alike():
-    known = settings(module.__file__)
+    """Read by Python itself, each in the settings as they are."""
+    known = {name: getattr(module, name) for name in module.SETTINGS}
+    others = {name: getattr(train, name) for name in train.SETTINGS}
     prepared = {}
     for path in (ROOT / "config").glob("*.py"):
-        values = {name: value for name, (value, _) in assignments(path).items() if name in known}
-        folder = values.setdefault("data_dir", known["data_dir"][0])
+        values = others | known
+        exec(path.read_text(encoding="utf-8"), {}, values)
+        values = {name: values[name] for name in known}
+        folder = values["data_dir"]
         assert prepared.setdefault(folder, values) == values, path
     crammed = prepared["data/crammed"]
     assert crammed["source"] == "monology/pile-uncopyrighted"

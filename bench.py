@@ -62,6 +62,7 @@ def new_run():
     """A train.Run on rows of data_dir, or random ones."""
     config = train.check_settings()
     dev, amp_dtype = machine.pick(train.device, train.dtype)
+    train.check_device(dev)
     folder = Path(train.data_dir)
     shape = train.seq_len, train.vocab_size, dev
     if (folder / "meta.json").exists():
@@ -89,20 +90,20 @@ def step_of(run, micro_batches):
 def measure_speed(run, flops_per_token):
     """Print the first step, tokens/s and MFU; returns (seconds of a step, its micro-batches)."""
     dev = run.device
-    in_a_batch = train.batch_size // train.micro_batch
+    full_batch = train.batch_size
     held_out_rows = run.rows.read(0, train.micro_batch)
 
     def rehearse():
         train.rehearse(run, held_out_rows)
 
     signals = safety.Signals()  # nobody asks it
-    start_seconds, _ = machine.timed(dev, fit.compile_and_fit, run, rehearse, False, signals)
+    setup_seconds, _ = machine.timed(dev, fit.compile_and_fit, run, rehearse, False, signals)
     first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
-    first += start_seconds
-    print(f"first step   {first:.1f} s, {start_seconds:.1f} s of it to compile and fit in memory")
+    first += setup_seconds
+    print(f"first step   {first:.1f} s, {setup_seconds:.1f} s of it to compile and fit in memory")
 
     # Steps of about 2 s, or less, between two measurements of the yardstick.
-    n_micro = max(1, min(in_a_batch, int(2 / min(others))))
+    n_micro = max(1, min(full_batch // run.state.micro_batch, int(2 / min(others))))
     n_rows = n_micro * run.state.micro_batch
     limit = machine.matmul_rate(dev, run.amp_dtype)
     n_steps = DISCARDED + bench_steps
@@ -114,7 +115,7 @@ def measure_speed(run, flops_per_token):
     flops = statistics.median(speeds) * flops_per_token
     print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} rows")
     # The fewer rows a step has, the larger is the update's share, which counts as no FLOPs.
-    batch = f"at {n_rows} rows a step (a full batch has {in_a_batch * train.micro_batch})"
+    batch = f"at {n_rows} rows a step (a full batch has {full_batch})"
     yardstick = f"{limit / 1e12:.3g} TFLOP/s, a large product's here"
     print(f"MFU          {flops / limit:.1%} of {yardstick}, {batch}")
     promised = machine.datasheet_rate(machine.describe(dev)["device"])
@@ -222,7 +223,7 @@ def rivals(dev, amp_dtype):
     # Theirs always compute a head.
     native = replace(train.model_config(), **NATIVE, head_transform=True, n_narrow=0)
     model = MaskedLM(native).to(dev)
-    yield Rival("nanocram, a ModernBERT", model, mean_loss(model, dev, amp_dtype))
+    yield Rival("nanocram, a ModernBERT", model, make_mean_loss(model, dev, amp_dtype))
 
     def theirs(name, model):
         def loss_fn(ids, positions, labels, all_labels):
@@ -239,7 +240,7 @@ def rivals(dev, amp_dtype):
     yield theirs("BERT-base", hf.BertForMaskedLM(bert))
 
 
-def mean_loss(model, dev, amp_dtype):
+def make_mean_loss(model, dev, amp_dtype):
     """The loss of a Rival from a MaskedLM, or what wraps it."""
     summed = make_loss(model, dev, amp_dtype)
     return lambda ids, positions, labels, *_: summed(ids, positions, labels) / labels.numel()
@@ -301,7 +302,7 @@ def main():
     versions = f"{facts['threads']} threads, torch {facts['torch']}, {run.amp_dtype}"
     print(f"machine      {facts['device']}, {versions}")
     n_parameters = sum(weight.numel() for weight in run.model.parameters())
-    mean_positions = statistics.mean(run.mask_counts)
+    mean_positions = statistics.mean(run.padded_counts)
     flops_per_token = run.model.flops_per_token(train.seq_len, mean_positions)
     mflop = flops_per_token / 1e6
     print(f"model        {n_parameters:,} parameters, {mflop:,.2f} MFLOP a token")
@@ -321,7 +322,7 @@ def main():
     if profile:
         print_dearest(run)
     if compare:
-        batch = train.batch_at(run, 0, run.mask_counts[-1])
+        batch = train.batch_at(run, 0, run.padded_counts[-1])
         dev, amp_dtype = run.device, run.amp_dtype
         del run  # and its memory
         compare_models(batch, dev, amp_dtype)

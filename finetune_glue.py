@@ -238,7 +238,7 @@ def progress_bar(data, todo, batch, dev):
     return tqdm(total=epochs * once, unit=unit, unit_scale=True, smoothing=0.02, mininterval=pause)
 
 
-def lr_share(step, steps):
+def lr_scale(step, steps):
     """Learning rate as a share of its peak: a linear warm-up, then a cosine or line from 1 to 0."""
     warm = int(glue_warmup * steps)
     if step < warm:
@@ -270,7 +270,7 @@ def fine_tune(candidate, net, data, seed, amp_dtype, tick):
     net.train()
     for step, rows in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = lr * lr_share(step, len(batches))
+            group["lr"] = lr * lr_scale(step, len(batches))
         inputs, labels = data.batch(rows)
         with mixed_precision(dev, amp_dtype):
             outputs = net(*inputs).float()  # (B, n_outputs)
@@ -341,13 +341,18 @@ def identity(candidate, dev, amp_dtype):
     }
 
 
+def stored_runs(who, warn=False):
+    """The runs in glue.jsonl of that identity, in their order."""
+    runs = glue.read_runs(model, warn)
+    return [run for run in runs if all(run[key] == value for key, value in who.items())]
+
+
 def find_finished(who, data):
     """{(task, seed): run} of the runs in glue.jsonl that need not be done again, of any seed."""
     result = {}
-    for run in glue.read_runs(model):
+    for run in stored_runs(who, warn=True):
         name, seed = run["task"], run["seed"]
-        is_ours = all(run[key] == value for key, value in who.items())
-        if not is_ours or name not in data or run["data"] != data_facts(data[name])["data"]:
+        if name not in data or run["data"] != data_facts(data[name])["data"]:
             continue
         is_kept = True
         if save_models and seed == 0:
@@ -435,30 +440,30 @@ def main():
     finished = [stored[job] for job in wanted if job in stored]
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.jsonl already")
-        # Added again, they are the last: a table is about the data of a task's last run.
-        glue.add_runs(folder, finished)
+        # A table is about the data of a task's last run: where that had others, these come again.
+        last = {run["task"]: run["data"] for run in stored_runs(who)}
+        glue.add_runs(folder, [run for run in finished if run["data"] != last[run["task"]]])
 
     # Each task with each seed. One that diverges does not end the others.
     todo = [job for job in wanted if job not in stored]
-    bar = progress_bar(data, todo, candidate.batch, dev)
-
-    def tick(tokens):
-        bar.update(tokens if dev.type == "cpu" else 1)
-
     failed = []
-    for name, seed in todo:
-        job = f"{name}, seed {seed}"
-        bar.set_description(job)
-        try:
-            run = fine_tune_and_score(candidate, name, seed, data[name], dev, amp_dtype, tick)
-        except FloatingPointError as e:
-            failed.append(f"{job}: {e}")
-            continue
-        glue.add_runs(folder, [who | run])
-        scores = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
-        speed = f"{run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s"
-        bar.write(f"{job}: {scores}  ({speed})")
-    bar.close()
+    with progress_bar(data, todo, candidate.batch, dev) as bar:
+
+        def tick(tokens):
+            bar.update(tokens if dev.type == "cpu" else 1)
+
+        for name, seed in todo:
+            job = f"{name}, seed {seed}"
+            bar.set_description(job)
+            try:
+                run = fine_tune_and_score(candidate, name, seed, data[name], dev, amp_dtype, tick)
+            except FloatingPointError as e:
+                failed.append(f"{job}: {e}")
+                continue
+            glue.add_runs(folder, [who | run])
+            scores = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
+            speed = f"{run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s"
+            bar.write(f"{job}: {scores}  ({speed})")
 
     # The table of everything in glue.jsonl. Of processes that end together, each with seeds of its
     # own, the last one that is let in sees all seeds.

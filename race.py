@@ -33,7 +33,6 @@ eval_rows = 384            # held-out rows in each
 
 import train
 
-DEFAULTS = {name: getattr(train, name) for name in train.SETTINGS}  # where all contenders start
 FLAGS = [arg for arg in sys.argv[1:] if arg.startswith("--")]
 SETTINGS = configure(globals(), FLAGS if __name__ == "__main__" else [], also=train)
 
@@ -66,7 +65,7 @@ def parse_contenders(texts):
 
 def set_train(argv):
     """Set train's globals as train.py would with argv; returns all settings, {name: value}."""
-    vars(train).update(DEFAULTS)
+    vars(train).update(train.SETTINGS)
     with contextlib.redirect_stdout(io.StringIO()):
         configure(vars(train), argv)
     return {name: getattr(train, name) for name in train.SETTINGS}
@@ -107,7 +106,7 @@ def run_train(argv, values, data):
     facts = record.read_facts(folder)
     # micro_batch may have been halved until a step fitted, compile put off where nothing compiles.
     asked = facts.get("settings", {}) | {"micro_batch": facts.get("asked_micro_batch")}
-    asked["compile"] = asked.get("compile") or values["compile"]
+    asked |= {"compile": facts.get("asked_compile")}
     if printed.exists() and facts.get("data") == data and asked == values:
         print(f"{folder} is there already")
         return

@@ -9,7 +9,7 @@ data_dir comes from prepare.py. The clock starts just before compiling: compilin
 saving count, preparing the data does not. out_dir gets log.csv, run.json, loss.png, ckpt.pt and
 a model folder, all kept current; transformers loads it if the architecture is a ModernBERT.
 
-From top to bottom: settings, schedules, state and clock, masks, train_step(), the loop in train(),
+From top to bottom: settings, schedules, state and clock, masks, optimisers, train_step(), loop(),
 main(), and what a reader of the step may leave out. "The paper" is Cramming, arXiv 2212.14034.
 """
 
@@ -19,11 +19,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
-from nanocram.configurator import configure, require
+from nanocram.configurator import check_assigned, configure, require
 
 # fmt: off
 # the run
@@ -61,7 +62,7 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes later on
 n_layer = 16
-n_narrow = 0                    # last layers that compute predicted tokens alone; 0 acts as 1
+n_narrow = 0                    # last layers computed at predicted tokens alone; the last always is
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, behind the gate
@@ -98,7 +99,7 @@ samples = (                     # sentences to fill in, a | between two; '' = no
 
 if __name__ == "__main__" and os.environ.get("RANK", "0") != "0":
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of torchrun's processes one speaks for all
-SETTINGS = configure(globals())  # their names; before the heavy imports, so that --help is quick
+SETTINGS = configure(globals())  # {name: default}; before the heavy imports: --help is quick
 
 import numpy as np
 import torch
@@ -137,7 +138,8 @@ def lr_scale(progress):
 def batch_rows(progress):
     """Rows per optimiser step: the paper's ramp, but not below batch_start.
 
-    They are whole micro-batches; where memory asks for smaller ones, these divide micro_batch."""
+    A multiple of the setting micro_batch, which state.micro_batch, the size in use, divides: the
+    ramp does not depend on what fitted in memory."""
     if progress >= batch_ramp:
         return batch_size
     micro_batches = int(batch_size * progress / (batch_ramp * micro_batch)) + 1
@@ -160,7 +162,7 @@ class State:
     consecutive_skips: int = 0  # those since the last usable one
     evals_done: int = -1  # number of the last evaluation; 0 is the one before the first step
     logged: int = -1  # step of the last row in log.csv
-    loss_sum: float = 0.0  # of the usable steps since that row ...
+    loss_sum: float = 0.0  # of the usable steps since that row, whose mean the next row has ...
     loss_count: int = 0  # ... and how many there were
     elapsed: float = 0.0  # seconds of the budget that were used up when this was saved
     step_seconds: float = 0.0  # what the last step took
@@ -236,11 +238,12 @@ class Run:
     meta: dict  # meta.json of the data
     state: State
     clock: Clock
-    mask_counts: list  # the shapes of masks to compile, as padded_mask_counts() has them
+    padded_counts: list  # the shapes of masks to compile, as padded_counts() has them
     device: torch.device
     amp_dtype: torch.dtype  # of the matrix products; weights are float32
     streamed: Streamed | None  # with offload: what moves the model through the device
-    compiled: bool  # whether loss_fn is, or is to be
+    compiled: bool  # whether loss_fn is, or is to be ...
+    asked_compile: bool  # ... and the setting, as it was typed
     held_out_sets: dict | None = None  # {15: batches, 25: batches}, once set_up() is through
     saved_steps: int = -1  # how many steps had been applied when this process saved last ...
     next_save: float = 0.0  # ... and when it may save again, by time.monotonic()
@@ -271,14 +274,15 @@ def draw_masks(rows, n_positions, n_predict):
 def batch_at(run, first_row, n_predict):
     """(ids, positions, labels) of the micro-batch from first_row on, n_predict labels in each row.
 
-    The generator of masks and dropout is seeded anew by (seed, first_row). So nothing of it is in a
-    checkpoint: the same n_predict and micro-batch size give the same batch, on any rank and after
-    any resume."""
-    drawn_from = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
-    torch.manual_seed(int(drawn_from))  # a CPU heeds 32 bits of a seed
+    torch's generator, which masks and dropout are drawn from, is seeded anew by (seed, first_row).
+    So no random state is in a checkpoint: a micro-batch of the same first row, size and n_predict
+    is masked alike on any rank and after any resume."""
+    batch_seed = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
+    torch.manual_seed(int(batch_seed))  # a CPU heeds 32 bits of a seed
     rows = run.rows.fetch(first_row, run.state.micro_batch)
-    # The least of the compiled shapes that has room (a peak of mask_count may have been missed).
-    n_positions = min((n for n in run.mask_counts if n >= n_predict), default=n_predict)
+    # Padded to one of three shapes, so that torch compiles these and not twenty. The default is for
+    # a mask_count() of your own with a peak that padded_counts() has not met.
+    n_positions = min((n for n in run.padded_counts if n >= n_predict), default=n_predict)
     return draw_masks(rows, n_positions, n_predict)
 
 
@@ -289,7 +293,7 @@ def build_optimizers(named):
     norms and biases. Each group keeps its peak learning rate as "peak_lr"."""
     kinds = {"muon": torch.optim.AdamW, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
     if optimizer not in kinds:
-        raise ValueError(f"choose one of {', '.join(kinds)}")
+        raise ValueError(f"optimizer={optimizer} is unknown: choose one of {', '.join(kinds)}")
     matrices, decayed, exempt = [], [], []
     for name, p in named.items():
         if optimizer == "muon" and ".layers." in name and p.ndim == 2:
@@ -341,15 +345,15 @@ def train_step(run, progress):
     # Loss and gradients are summed over ranks. Nothing else is: all began with equal weights, and
     # from equal gradients each makes the same step.
     if offload:
-        run.streamed.collect()
+        run.streamed.collect()  # the gradients come home
     weights = list(run.model.parameters())
     for weight in weights:
         if weight.grad is None:  # on a rank that had no micro-batch
             weight.grad = torch.zeros_like(weight)
     parallel.all_reduce([total_loss, *(weight.grad for weight in weights)])
 
-    # Clip by the norm of the whole gradient. A CPU takes the norm of a large tensor on one core,
-    # and less exactly: so first that of each vector along the last dimension.
+    # Undo the loss scale, and clip by the norm of the whole gradient, taken from the norms of rows:
+    # of a large tensor a CPU takes it on one core, and less exactly.
     for o in run.optimizers:
         run.scaler.unscale_(o)
     row_norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
@@ -381,8 +385,8 @@ def train_step(run, progress):
         state.last["muon_lr"] = muon_lr * lr_share
 
 
-def train(run, log, signals):
-    """The loop; returns whether the run is over, and not only stopped by a signal."""
+def loop(run, log, signals):
+    """Step after step; returns whether the run is over, and not only stopped by a signal."""
     state, clock = run.state, run.clock
     while True:
         # What is due now: rank 0 evaluates, logs and saves, the others wait for it below.
@@ -398,7 +402,7 @@ def train(run, log, signals):
         train_step(run, progress)
         state.step_seconds = time.monotonic() - started
         clock.spent["training"] += state.step_seconds
-        log.after_step(progress, batch_rows)
+        log.after_step(progress, rows_at=batch_rows)
         if state.consecutive_skips >= MAX_SKIPPED:
             said = f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}"
             sys.exit(f"{said}, row {state.row}: lower the learning rate and resume")
@@ -424,7 +428,7 @@ def main():
             # Weights, the optimisers' states, the loss scale, State with the seconds used so far.
             # Settings, learning rates among them, are those of this command: type them again.
             checkpoint.restore(run, out_dir, optimizer_name=optimizer)
-        keep_micro_batch(run.state)
+        choose_micro_batch(run.state)
         log = record.Log(run, out_dir, tokenizer, rate, is_silent=parallel.RANK > 0)
         log.begin(init == "resume", settings_in_use(run), data_dir, wandb_project)
 
@@ -433,7 +437,7 @@ def main():
         run.clock = Clock(run.state)
         try:
             set_up(run, log, held_out_rows, signals)
-            is_over = train(run, log, signals)
+            is_over = loop(run, log, signals)
         except (SystemExit, OSError, MemoryError, RuntimeError) as error:
             rescue(run, log, error)
             raise
@@ -458,14 +462,12 @@ def open_data(meta, dev):
 
 
 def build(config, meta, rows, dev, amp_dtype):
-    """A Run with fresh weights, which follow from `seed`, the same on every rank.
-
-    Exits with one line where memory or the optimisers' settings do not allow it."""
+    """A Run with fresh weights, which follow from `seed`, the same on every rank."""
     torch.manual_seed(seed)
-    mask_counts = padded_mask_counts()
+    counts = padded_counts()
     streamed = None
     if offload:
-        shapes = {"rows": micro_batch, "seq_len": seq_len, "n_predicted": mask_counts[-1]}
+        shapes = {"rows": micro_batch, "seq_len": seq_len, "n_predicted": counts[-1]}
         sums_stay = plan_memory(config, dev, amp_dtype, **shapes)
     model = MaskedLM(config)
     loss_fn = make_loss(model, dev, amp_dtype)
@@ -473,10 +475,7 @@ def build(config, meta, rows, dev, amp_dtype):
         streamed = Streamed(model, dev, amp_dtype, sums_stay)
     else:
         model.to(dev)
-    try:
-        optimizers = build_optimizers(dict(model.named_parameters()))
-    except ValueError as e:  # torch's own words for a rate or a beta that cannot be
-        sys.exit(f"{optimizer}: {e}")
+    optimizers = build_optimizers(dict(model.named_parameters()))
     # In float16 the loss is scaled, so that small gradients survive. GradScaler makes its scale at
     # its first use: here, for a rank whose first step may have no micro-batch.
     where = model.decoder.weight.device
@@ -492,15 +491,16 @@ def build(config, meta, rows, dev, amp_dtype):
         meta=meta,
         state=state,
         clock=Clock(state),  # main() starts another one when the budget begins
-        mask_counts=mask_counts,
+        padded_counts=counts,
         device=dev,
         amp_dtype=amp_dtype,
         streamed=streamed,
         compiled=compile,
+        asked_compile=compile,
     )
 
 
-def padded_mask_counts():
+def padded_counts():
     """The mask counts that steps are padded to, ascending: three shapes to compile, not twenty.
 
     There is only one where the masking rate is fixed."""
@@ -510,9 +510,10 @@ def padded_mask_counts():
     return sorted(set(thirds))
 
 
-def keep_micro_batch(state):
-    """Take the micro_batch setting; if it is the checkpoint's still, the size that fitted then."""
-    if state.asked_micro_batch != micro_batch or state.micro_batch < 1:
+def choose_micro_batch(state):
+    """After a resume: the size that fitted then, or --micro_batch where another one is typed."""
+    is_divisor = state.micro_batch > 0 and micro_batch % state.micro_batch == 0
+    if state.asked_micro_batch != micro_batch or not is_divisor:
         state.asked_micro_batch = state.micro_batch = micro_batch
     if state.micro_batch < micro_batch:
         known = f"since {micro_batch} did not fit in memory"
@@ -525,7 +526,8 @@ def set_up(run, log, held_out_rows, signals):
     A signal ends it early, and the loop before its first step."""
     state, clock = run.state, run.clock
     asked = settings_in_use(run)
-    fit.compile_and_fit(run, lambda: rehearse(run, held_out_rows), is_long(), signals)
+    rehearsal = partial(rehearse, run, held_out_rows)
+    fit.compile_and_fit(run, rehearsal, must_compile=is_long(), signals=signals)
     if settings_in_use(run) != asked:
         log.write_facts(settings_in_use(run))
     run.held_out_sets = held_out(held_out_rows, state.micro_batch)
@@ -547,18 +549,18 @@ def rehearse(run, held_out_rows):
     def forward_and_backward(n_predict):
         run.loss_fn(*batch_at(run, run.state.row, n_predict)).backward()
 
-    *fewer, most = run.mask_counts
+    *fewer, most = run.padded_counts
     forward_and_backward(most)
-    # The second, as large as the first, finds gradients in memory: more a step never takes. What it
-    # lasts says what the first step will.
+    # A second pass finds gradients in memory, as those of a step do (fit.py has put by room for the
+    # optimisers' states). The seconds that it takes foretell those of the next step.
     seconds, _ = machine.timed(run.device, forward_and_backward, most)
-    micro_batches = batch_rows(0) / run.state.micro_batch / parallel.WORLD
-    run.state.step_seconds = run.state.step_seconds or seconds * micro_batches
+    n_rows = batch_rows(run.clock.progress())
+    run.state.step_seconds = seconds * n_rows / run.state.micro_batch / parallel.WORLD
     for n_predict in reversed(fewer):
         forward_and_backward(n_predict)
     if parallel.RANK == 0:
-        batches = held_out(held_out_rows, run.state.micro_batch)[15]
-        mean_loss(run, batches[:1])
+        rows = held_out_rows[: run.state.micro_batch]
+        mean_loss(run, held_out(rows, run.state.micro_batch)[15])
 
 
 @torch.no_grad()
@@ -582,8 +584,17 @@ def evaluate(run, log):
     losses["val_nats_per_char"] = losses["val_loss_15"] * tokens_per_char
     run.state.eval_seconds = time.monotonic() - started
     run.clock.spent["evaluating"] += run.state.eval_seconds
-    log.row(losses)
+    log_row(run, log, losses)
     return losses
+
+
+def log_row(run, log, losses=None):
+    """A row of log.csv, with the mean loss of the usable steps since the last one."""
+    state = run.state
+    if state.loss_count:
+        state.last["loss"] = state.loss_sum / state.loss_count
+    state.loss_sum, state.loss_count = 0.0, 0
+    log.add_row(losses)
 
 
 def save(run, log):
@@ -618,9 +629,10 @@ def save(run, log):
 
 
 def is_sound(run):
-    """Whether the weights deserve to replace a checkpoint: not while steps are being skipped.
+    """Whether the weights may replace a checkpoint: not while steps are being skipped.
 
-    A few skips are routine in float16 alone, whose loss scale grows until a step overflows."""
+    A skipped step changes nothing, but weights that an earlier one has ruined show themselves by
+    skips alone. In float16 a few are routine: the loss scale grows until a step overflows."""
     routine = 3 if run.scaler.is_enabled() else 0
     return run.state.consecutive_skips <= routine
 
@@ -659,7 +671,7 @@ def evaluate_log_save(run, log):
         if samples:
             log.guess(sentences()[number % len(sentences())])
     elif state.step % log_every == 0 and state.step > state.logged:
-        log.row()
+        log_row(run, log)
     if save_is_due(run):
         save(run, log)
 
@@ -670,23 +682,28 @@ def rescue(run, log, error):
     train.bin has changed, a rank is gone (SystemExit), or a disk fails to read (OSError): that is
     saved. After fifty skipped steps save() refuses, and after any other error, a bug's, the
     checkpoint before stands too."""
-    log.bar.close()
+    log.close_bar()
     if safety.is_out_of_memory(error):
         sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")
-    has_trained = run.held_out_sets is not None
-    if parallel.RANK == 0 and has_trained and isinstance(error, SystemExit | OSError):
+    is_set_up = run.held_out_sets is not None
+    if parallel.RANK == 0 and is_set_up and isinstance(error, SystemExit | OSError):
         save(run, log)
 
 
 def finish(run, log, is_over):
     """Evaluate a run that is over, save, and report; exits with 1 where it could not be saved."""
-    log.bar.close()
+    log.close_bar()
     if is_over:
         losses = evaluate(run, log)
         a, b = losses["val_loss_15"], losses["val_loss_25"]
         per_char = f"{losses['val_nats_per_char']:.4f} nats per character"
         log.say(f"held-out loss {a:.4f} at 15 % masked, {b:.4f} at 25 %; {per_char}")
-    if not save(run, log) or log.unwritten:
+    is_saved = save(run, log)
+    if not is_sound(run):  # nothing is thrown away, and nothing good is overwritten
+        with suppress(OSError, RuntimeError, ValueError):
+            checkpoint.write(run, log.folder, optimizer_name=optimizer, file="ckpt.unsure.pt")
+            log.say("they are in ckpt.unsure.pt: renamed to ckpt.pt, --init=resume goes on from it")
+    if not is_saved or log.unwritten:
         sys.exit(1)
     if is_over:
         log.report(sentences())
@@ -696,7 +713,7 @@ def finish(run, log, is_over):
 
 
 def is_long():
-    """Whether the run has a budget of an hour or more: too much to lose by what can be foreseen."""
+    """Whether the run has a budget of an hour or more: too much to lose in silence."""
     return budget_hours >= 1 and not max_steps
 
 
@@ -736,6 +753,7 @@ def check_device(dev):
 
 def check_settings():
     """model_config(); exits with one line if the settings cannot work."""
+    check_assigned(globals(), SETTINGS)
     other_share = round(1 - mask_token_share, 9)  # 1 - 0.9 is 0.09999999999999998
     # fmt: off
     require(globals(), {
@@ -770,6 +788,10 @@ def check_settings():
     if wandb_project:
         importlib.import_module("wandb")  # a package that is missing is missed now
     try:
+        matrix, table = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+        build_optimizers(
+            {"model.layers.0.weight": matrix, "table": table}
+        )  # torch checks the rates
         return model_config()
     except ValueError as e:
         sys.exit(e)
@@ -788,4 +810,4 @@ def less_memory(micro_batch):
 
 if __name__ == "__main__":
     then = "--init=resume goes on from the last checkpoint, if there is one"
-    safety.run(main, out_dir, then)
+    safety.run(main, out_dir, then, lambda: less_memory(micro_batch))

@@ -1,4 +1,4 @@
-"""Any recipe small enough for a CPU: a quarter of its depth, a sixth of its width.
+"""The recipe before it, small enough for a CPU: a quarter of its depth, a sixth of its width.
 
     python train.py config/crammed.py config/shrunk.py --data_dir=data/small --vocab_size=8192
     python race.py config/crammed.py+config/shrunk.py config/bert.py+config/shrunk.py

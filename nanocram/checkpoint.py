@@ -9,16 +9,18 @@ named and left out: so a fork goes on from what its original wrote.
 
 import math
 import sys
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 import torch
 
-from nanocram.model_folder import misfit, not_finite
+from nanocram.model_folder import misfit, not_finite, today
 from nanocram.safety import write_beside
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # of torch's optimisers, and of Muon
 
-def write(run, folder, optimizer_name):
+
+def write(run, folder, optimizer_name, file="ckpt.pt"):
     """Write ckpt.pt of a train.Run; the old one is there until the new one is whole.
 
     Raises OSError or RuntimeError where that fails, ValueError where a weight is not finite."""
@@ -46,7 +48,7 @@ def write(run, folder, optimizer_name):
                 error = cause if isinstance(cause, OSError) else e
                 raise error from None
 
-    write_beside(Path(folder) / "ckpt.pt", write_to)
+    write_beside(Path(folder) / file, write_to)
 
 
 def names_of(optimizer, model):
@@ -76,6 +78,10 @@ def restore(run, folder, optimizer_name):
         sys.exit(f"{path} not found: name the --out_dir of a run to resume, or drop --init=resume")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        known = asdict(run.model.config).keys() | asdict(run.state).keys()
+        for part in ("config", "state"):
+            checkpoint[part] = today(checkpoint[part], known, f"{path}, {part},")
+        name_older_states(run, checkpoint)
         wrong = misfit_of_run(run, optimizer_name, checkpoint)
     except OSError as e:
         sys.exit(f"{path} cannot be read: {e.strerror or e}")
@@ -84,12 +90,6 @@ def restore(run, folder, optimizer_name):
     if wrong:
         sys.exit(f"{path} {wrong}")
 
-    ours = asdict(run.model.config).keys() | asdict(run.state).keys()
-    gone = (checkpoint["config"].keys() | checkpoint["state"].keys()) - ours
-    if gone:
-        print(
-            f"{path} also has what this code no longer knows, left out: {', '.join(sorted(gone))}"
-        )
     for name, tensor in run.model.state_dict().items():
         tensor.copy_(checkpoint["model"][name])
     for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=True):
@@ -98,26 +98,25 @@ def restore(run, folder, optimizer_name):
         o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
     if run.scaler.is_enabled():
         run.scaler.load_state_dict(run.scaler.state_dict() | checkpoint["scaler"])
-    for name in asdict(run.state).keys() & checkpoint["state"].keys():
-        setattr(run.state, name, checkpoint["state"][name])
+    for name, value in checkpoint["state"].items():
+        setattr(run.state, name, value)
     run.state.consecutive_skips = 0  # a fresh start
 
 
 def misfit_of_run(run, optimizer_name, checkpoint):
     """Why a checkpoint cannot be resumed as run, and what to type; '' where it can."""
     ours = asdict(run.model.config) | {"optimizer": optimizer_name}
-    theirs = checkpoint["config"] | {"optimizer": checkpoint["optimizer"]}
-    differ = [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]]
-    flags = [f"--{name}={theirs[name]}" for name in sorted(differ)]
+    # A switch that is newer than the checkpoint was at its default.
+    theirs = {f.name: f.default for f in fields(run.model.config) if f.default is not MISSING}
+    theirs |= checkpoint["config"] | {"optimizer": checkpoint["optimizer"]}
+    flags = [f"--{name}={theirs[name]}" for name in ours if ours[name] != theirs[name]]
     if flags:
         return f"is of another model: to resume it, type {' '.join(flags)}"
     if checkpoint["data"] != run.meta["sha256"]["train.bin"]:
         return "was trained on another train.bin: name its --data_dir"
-    name_older_states(run, checkpoint)
     wrong = misfit(checkpoint["model"], run.model.state_dict())
-    weights = dict(run.model.named_parameters())
     for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=True):
-        wrong = wrong or misfit_of_states(states, {n: weights[n] for n in names_of(o, run.model)})
+        wrong = wrong or misfit_of_states(states, o, run.model)
     wrong = wrong or misfit_of_numbers(checkpoint["scaler"], run.scaler.state_dict())
     wrong = wrong or misfit_of_numbers(checkpoint["state"], asdict(run.state))
     for name in ("step", "row", "elapsed"):
@@ -126,25 +125,30 @@ def misfit_of_run(run, optimizer_name, checkpoint):
     return f"does not fit: {wrong}" if wrong else ""
 
 
-def misfit_of_numbers(saved, wanted):
-    """The first saved number that is none, or not one that a run can have; '' where all are."""
+def misfit_of_numbers(saved, defaults):
+    """The first saved value of another type than its default, or that no run has; '' if none."""
     for name, value in saved.items():
-        is_number = isinstance(wanted.get(name), int | float)
-        if is_number and not (isinstance(value, int | float) and -1 <= value < math.inf):
-            return f"{name}={value!r:.30}"
-        if name in wanted and not is_number and type(value) is not type(wanted[name]):
+        wanted = type(defaults.get(name))
+        is_number = type(value) in (int, float) and -1 <= value < math.inf
+        fits = type(value) is wanted or (wanted is float and type(value) is int)
+        if wanted in (int, float):
+            fits = fits and is_number
+        if not fits and defaults.get(name) is not None:
             return f"{name}={value!r:.30}"
     return ""
 
 
-def misfit_of_states(states, weights):
-    """The first thing in an optimiser's saved states that does not fit its weights; '' if none."""
+def misfit_of_states(states, optimizer, model):
+    """The first thing in saved states that does not fit the optimiser's weights; '' if none."""
+    weights = dict(model.named_parameters())
+    names = names_of(optimizer, model)
     for name, state in states.items():
-        if name not in weights:
+        if name not in names:
             return f"the optimiser's state of {name} is unknown"
-        # A moment is of its parameter's shape; a counter of steps has no dimension.
-        wanted = {key: weights[name] if t.ndim else t for key, t in state.items()}
-        wrong = misfit(state, wanted)
+        tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
+        # A moment is of its parameter's shape; what else an optimiser keeps is its own affair.
+        wanted = {key: weights[name] if key in MOMENTS else t for key, t in tensors.items()}
+        wrong = misfit(tensors, wanted)
         if wrong:
             return f"of {name}'s state in the optimiser, {wrong}"
     return ""

@@ -33,11 +33,11 @@ UNUSABLE = (ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, Re
 
 
 def configure(namespace, argv=None, also=None):
-    """Set the settings in a script's globals() by recipes and flags; returns their names.
+    """Set the settings in a script's globals() by recipes and flags.
 
-    A script takes them from its command line; one that is imported keeps what its file says. also:
-    another script, as a module with SETTINGS, whose settings argv may set too."""
-    names = list(settings(namespace))
+    Returns {name: value} as the file itself has them. A script takes its command line; one that is
+    imported stays as it is. also: another script, a module with SETTINGS that argv may set too."""
+    own = settings(namespace)
     if argv is None:
         argv = sys.argv[1:] if namespace["__name__"] == "__main__" else []
     if "--help" in argv:
@@ -45,7 +45,7 @@ def configure(namespace, argv=None, also=None):
 
     # A setting that both scripts have is the script's own.
     spaces = dict.fromkeys(also.SETTINGS, vars(also)) if also else {}
-    spaces |= dict.fromkeys(names, namespace)
+    spaces |= dict.fromkeys(own, namespace)
     defaults = {name: space[name] for name, space in spaces.items()}
     values = dict(defaults)
     for arg in joined(argv):
@@ -63,7 +63,18 @@ def configure(namespace, argv=None, also=None):
         if values[name] != default:
             print(f"{name} = {values[name]!r}  (default {default!r})")
         spaces[name][name] = values[name]
-    return names
+    return own
+
+
+def check_assigned(namespace, defaults):
+    """Exit at what a notebook has misspelt or given another type: train.nlayer = 2.
+
+    defaults: {name: value} of the script's settings."""
+    for name in settings(namespace).keys() - defaults.keys():
+        if difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
+            refuse("assigned", name, defaults, namespace["__file__"])
+    for name in defaults:
+        namespace[name] = convert("assigned", name, namespace[name], defaults)
 
 
 def settings(namespace):
@@ -191,7 +202,7 @@ def parse(text, values, default):
 def convert(where, name, value, defaults):
     """A value as the type of its default; exits where it is of another one, or not finite."""
     default = defaults[name]
-    wanted = type(default)
+    wanted = next(kind for kind in (bool, int, float, str) if isinstance(default, kind))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and abs(value) < LARGEST:
         if wanted is float:
@@ -200,6 +211,8 @@ def convert(where, name, value, defaults):
             value = int(value)  # batch_size = 0.5 * 4096
     if type(value) is not wanted or (wanted is float and not math.isfinite(value)):
         must = f"should be of type {wanted.__name__}, like {default!r}"
+        if wanted is int and type(value) is float:
+            must += f" (write {default}.0 in the script, and fractions are taken)"
         sys.exit(f"{where}: {name}={value!r:.60} {must}")
     return value
 

@@ -12,45 +12,49 @@ import torch
 
 from nanocram import parallel, safety
 
-OUT_OF_MEMORY = "out of memory"
+TOO_LARGE = "out of memory"
 
 
 def compile_and_fit(run, rehearse, must_compile, signals):
     """Compile run.loss_fn if run.compiled asks for it; halve run.state.micro_batch until it fits.
 
-    rehearse() takes the passes of a step. Where they do not compile, run.compiled becomes False and
-    the run goes on without; must_compile: it exits with one line. A signal ends this early."""
+    rehearse() takes the passes of a step. Where they run but do not compile, run.compiled becomes
+    False and the run goes on without; must_compile: it exits with one line. What does not run
+    without compiling either is no compiler's fault, and raises. A signal ends this early."""
     eager = run.loss_fn
     state = run.state
+    why = ""  # it does not compile
+    torch.compiler.reset()  # an earlier run of this process counts against torch's limit of graphs
     parallel.any_rank(False)  # a rank that has ended is noticed here; NCCL would wait for it
     parallel.all_reduce([torch.zeros((), device=run.device)])  # from now on NCCL has its memory too
     while True:
         run.loss_fn = eager
         if run.compiled and run.streamed:
-            run.loss_fn = run.streamed.compiled(eager)
+            run.loss_fn = run.streamed.compile(eager)
         elif run.compiled:
             run.loss_fn = torch.compile(eager, dynamic=False)
         trouble = attempt(run, rehearse)
-        if parallel.any_rank(trouble not in ("", OUT_OF_MEMORY)):
+        if parallel.any_rank(trouble not in ("", TOO_LARGE)):
             why = f"torch.compile does not work here ({trouble or 'so another rank says'})"
-            if must_compile:
-                sys.exit(f"{why}: mend that, or type --compile=False, which is some third slower")
-            print(f"{why}: going on without it")
             run.compiled = False
-        elif parallel.any_rank(trouble == OUT_OF_MEMORY):
+        elif parallel.any_rank(trouble == TOO_LARGE):
             if state.micro_batch == 1:
                 raise MemoryError
             smaller = next_smaller(state.micro_batch)
-            failed = f"{OUT_OF_MEMORY} with micro_batch={state.micro_batch}"
+            failed = f"{TOO_LARGE} with micro_batch={state.micro_batch}"
             print(f"{failed}: going on with {smaller}", flush=True)
             state.micro_batch = smaller
             # Nothing of the larger size stays, neither its rows nor what was compiled for it.
             run.rows.fetched = {}
             torch.compiler.reset()
         else:
-            return
+            break
         if parallel.any_rank(signals.stop):
-            return
+            break
+    if why and must_compile:
+        sys.exit(f"{why}: mend that, or type --compile=False, which is some third slower")
+    if why:
+        print(f"{why}: going on without it")
 
 
 def next_smaller(micro_batch):
@@ -61,13 +65,13 @@ def next_smaller(micro_batch):
 def attempt(run, rehearse):
     """Call rehearse() and leave nothing of it in memory.
 
-    Returns "", OUT_OF_MEMORY, or why it does not compile."""
+    Returns "", TOO_LARGE, or why it does not compile."""
     trouble = ""
     try:
         rehearse_beside_the_rest(run, rehearse)
     except Exception as e:
         if safety.is_out_of_memory(e):
-            trouble = OUT_OF_MEMORY
+            trouble = TOO_LARGE
         elif run.compiled:  # whatever inductor raises: no compiler, no Triton, a card too old
             trouble = safety.first_line(e)
         else:

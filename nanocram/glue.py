@@ -288,8 +288,10 @@ IDENTITY = ("system", "weights", "settings")
 SHOWN = {"rows", "scores", "date", "device"}  # what a page says of it
 
 
-def read_runs(folder):
-    """The runs in a folder's glue.jsonl, the last of each identity, task, seed and data."""
+def read_runs(folder, warn=False):
+    """The runs in a folder's glue.jsonl, the last of each identity, task, seed and data.
+
+    warn: name the lines that are no run, be it of a kill or of an editor."""
     path = Path(folder) / "glue.jsonl"
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found = {}
@@ -301,7 +303,8 @@ def read_runs(folder):
         except (ValueError, LookupError, TypeError):
             is_known = False
         if not is_known:
-            print(f"{path}, line {number} is no run: left out")  # of a kill, or edited by hand
+            if warn:
+                print(f"{path}, line {number} is no run: left out")
             continue
         found.pop(key, None)  # a run that is added again is the last one
         found[key] = run
@@ -324,6 +327,8 @@ def runs_by_name(runs):
 def results_lock(folder):
     """The lock on a folder's glue.jsonl and glue.md; exits if glue.md is not ours."""
     folder = Path(folder)
+    if (folder / "glue.json").exists() and not (folder / "glue.jsonl").exists():
+        sys.exit(f"{folder} has glue.json of an older version: move it and glue.md away")
     if (folder / "glue.md").exists() and not (folder / "glue.jsonl").exists():
         sys.exit(f"{folder}/glue.md is there without a glue.jsonl: it is not ours, move it away")
     return lock(folder / ".glue.lock", wait=True)

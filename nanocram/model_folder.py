@@ -40,6 +40,9 @@ SAME = {
     "classifier_bias": "linear_bias",
     "decoder_bias": "decoder_bias",
 }
+# Fields of ModelConfig and State by the names that they had until November 2026.
+RENAMED = {"position": "position_embedding", "start_seconds": "setup_seconds"}
+RENAMED |= {"skipped_in_row": "consecutive_skips"}
 FIXED = {"model_type": "modernbert", "dtype": "float32", "tie_word_embeddings": True}
 FIXED |= {"hidden_activation": "gelu", "classifier_pooling": "cls"}
 FIXED |= {"global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA}
@@ -73,15 +76,15 @@ def folder_config(config, labels=None):
     return found | {"nanocram": asdict(config)}
 
 
-def read_config(saved):
-    """The ModelConfig of a dict that an older or another ModelConfig wrote.
+def today(saved, known, where):
+    """{field: value} as older code, or a fork's, has saved it, by today's names.
 
-    Fields that are new take their default, those that are gone are named and left out."""
-    known = {f.name: saved[f.name] for f in fields(ModelConfig) if f.name in saved}
-    gone = sorted(saved.keys() - known.keys())
+    A field that is not among the known ones is named in a line and left out."""
+    renamed = {RENAMED.get(name, name): value for name, value in saved.items()}
+    gone = [str(name) for name in renamed if name not in known]
     if gone:
-        print(f"left out, as model.py no longer has such switches: {', '.join(gone)}")
-    return ModelConfig(**known)
+        print(f"{where} also has what this code does not know, left out: {', '.join(gone)}")
+    return {name: value for name, value in renamed.items() if name in known}
 
 
 def to_folder_keys(state, config):
@@ -170,7 +173,8 @@ def load(folder, device="cpu"):
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
         state = load_file(Path(folder) / "model.safetensors")
-        model = MaskedLM(read_config(config["nanocram"]))
+        known = {field.name for field in fields(ModelConfig)}
+        model = MaskedLM(ModelConfig(**today(config["nanocram"], known, folder)))
         # Of two labels without names, transformers writes none.
         labels = config.get("id2label", ("LABEL_0", "LABEL_1"))
         if "id2label" in config or "ForSequenceClassification" in str(config.get("architectures")):

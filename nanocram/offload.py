@@ -117,7 +117,7 @@ class Streamed:
         self.amp_dtype = amp_dtype
         self.sums_stay = sums_stay or len(model.model.layers) <= 2  # two slots hold them all
         self.is_first = True  # the micro-batch under way is the first of its step
-        self.block_forward = Block.forward  # or that compiled, as compiled() does
+        self.block_forward = Block.forward  # or that compiled, as compile() does
         self.random = torch.cuda if dev.type == "cuda" else torch  # has the state of dropout
         # One stream for each direction: the bus carries both at once. On a CPU they do nothing.
         self.streams = torch.get_device_module(dev)
@@ -154,7 +154,7 @@ class Streamed:
             self.resident.sum_slot.buffer.zero_()
         return self.twin(*args)
 
-    def compiled(self, loss_fn):
+    def compile(self, loss_fn):
         """loss_fn with compiled blocks, but in evaluations: a graph for each kind of block."""
         block_forward = torch.compile(Block.forward, dynamic=False)
 

@@ -144,20 +144,23 @@ class Log:
         self.is_silent = is_silent
         self.size = sum(weight.numel() for weight in run.model.parameters())
         # Where masks fall evenly, each of the counts holds for a third of a run.
-        mean_positions = sum(run.mask_counts) / len(run.mask_counts)
+        mean_positions = sum(run.padded_counts) / len(run.padded_counts)
         self.flops_per_token = run.model.flops_per_token(run.rows.seq_len, mean_positions)
         self.first_row = run.state.row  # when this process began to train
         self.unwritten = []  # rows that log.csv could not take so far
         self.has_foretold = False
         self.wandb = None
-        form = "{percentage:3.0f}%|{bar}|{postfix}"
-        hidden = True if is_silent else None  # None: where there is no terminal
-        self.bar = tqdm(total=1.0, disable=hidden, bar_format=form)
+        self.bar = None  # from the first step on
 
     def say(self, line):
-        """Print a line above the bar."""
+        """Print a line, above the bar where there is one."""
         if not self.is_silent:
-            self.bar.write(line)
+            tqdm.write(line)
+
+    def close_bar(self):
+        if self.bar:
+            self.bar.close()
+            self.bar = None
 
     def begin(self, is_resumed, settings, data_dir, wandb_project):
         """Make the folder ready; say what this run is, and what of it may surprise."""
@@ -199,20 +202,20 @@ class Log:
         facts |= {"flops_per_token": self.flops_per_token}
         facts |= {"matmul_flops": self.matmul_rate / parallel.WORLD}
         facts |= {"amp_dtype": str(run.amp_dtype), "processes": parallel.WORLD}
-        facts |= {"asked_micro_batch": run.state.asked_micro_batch}  # the settings have what fitted
+        # As they were typed; the settings have what came of them.
+        facts |= {"asked_micro_batch": run.state.asked_micro_batch}
+        facts |= {"asked_compile": run.asked_compile}
         text = run.meta["settings"]
         corpus = {"source": text["source"], "normalisation": text["normalisation"]}
         facts |= {"data": run.meta["sha256"]["train.bin"], "corpus": corpus | run.meta["counts"]}
         facts |= machine.describe(run.device)
         write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
-    def row(self, losses=None):
-        """Add a row to log.csv, with the mean loss since the last; a failure is said, no more."""
+    def add_row(self, losses=None):
+        """Add state.last and perhaps losses to log.csv; a failure is said, no more."""
         if self.is_silent:
             return
         state = self.run.state
-        if state.loss_count:
-            state.last["loss"] = state.loss_sum / state.loss_count
         tokens = state.row * self.run.rows.seq_len
         row = {"elapsed_s": self.run.clock.elapsed(), "step": state.step, "tokens": tokens}
         row |= {"flops": float(tokens * self.flops_per_token)} | state.last
@@ -227,7 +230,6 @@ class Log:
             except Exception as e:  # a service that is down, or whatever it raises
                 self.say(f"WARNING: wandb is left out from now on: {first_line(e)}")
                 self.wandb = None
-        state.loss_sum, state.loss_count = 0.0, 0
 
     def flush(self):
         """Add to log.csv the rows that it lacks; those it cannot take wait for the next call."""
@@ -249,12 +251,15 @@ class Log:
         speed = tokens / max(1e-9, self.run.clock.spent["training"])
         return speed, speed * self.flops_per_token / self.matmul_rate
 
-    def after_step(self, progress, batch_rows):
+    def after_step(self, progress, rows_at):
         """Move the bar; after ten seconds of training say once what the rest of the run holds.
 
-        batch_rows: train.py's function of progress."""
+        rows_at(progress): the rows of a step at another moment."""
         if self.is_silent:
             return
+        if self.bar is None:
+            form = "{percentage:3.0f}%|{bar}|{postfix}"
+            self.bar = tqdm(total=1.0, disable=None, bar_format=form)  # None: not without terminal
         last, clock = self.run.state.last, self.run.clock
         speed, mfu = self.throughput()
         self.bar.n = clock.progress()
@@ -265,15 +270,15 @@ class Log:
             f"{losses}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  {left:.0f} min left"
         )
         if not self.has_foretold and clock.spent["training"] > 10:
-            self.say(self.forecast(progress, batch_rows))
+            self.say(self.forecast(progress, rows_at))
             self.has_foretold = True
 
-    def forecast(self, progress, batch_rows):
+    def forecast(self, progress, rows_at):
         """What the rest of the run holds at the speed so far, and a warning if need be."""
         run = self.run
         speed, _ = self.throughput()
         moments = [progress + (1 - progress) * i / 100 for i in range(100)]
-        batches = [batch_rows(moment) for moment in moments]
+        batches = [rows_at(moment) for moment in moments]
         seconds = run.clock.seconds_to_go()
         if math.isinf(seconds):
             steps = run.clock.steps_to_go()
@@ -342,11 +347,11 @@ def plot(folder):
         row[unit] = row["elapsed_s"] / seconds
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained", facecolor="white")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    held_out = {"marker": "o", "ms": 3}
+    dots = {"marker": "o", "ms": 3}
     line(top, rows, unit, "loss", color="0.75", lw=1, label="training, at the run's masking rate")
     for rate, color in ((25, "tab:orange"), (15, "tab:blue")):
         words = f"held out, {rate} % masked"
-        line(top, rows, unit, f"val_loss_{rate}", color=color, label=words, **held_out)
+        line(top, rows, unit, f"val_loss_{rate}", color=color, label=words, **dots)
     top.set(ylabel="loss (nats per predicted token)", xlim=(0, max(1e-6, rows[-1][unit])))
     if top.lines:
         top.legend(frameon=False)

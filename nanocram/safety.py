@@ -6,6 +6,7 @@ Files are written beside their goal and renamed.
 """
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+CANNOT_LOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 # What Python, PyTorch's allocators and cuBLAS say where memory runs out.
 OUT_OF_MEMORY = (
     "memoryerror",
@@ -79,8 +81,11 @@ def lock(path, wait=False):
         held.acquire(timeout=-1 if wait else 0)
     except Timeout:
         sys.exit(f"{path} is held by another process: wait for it, or choose another folder")
-    except (OSError, NotImplementedError):  # a file system that cannot lock
+    except NotImplementedError:  # a file system that cannot lock
         pass
+    except OSError as e:
+        if e.errno not in CANNOT_LOCK:
+            raise
     try:
         yield
     finally:

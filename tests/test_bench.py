@@ -145,7 +145,7 @@ def test_spread_is_numpys(values):
 def test_all_candidates_compute_the_same_loss(small):
     """With our weights, transformers' dense and sparse heads end at our loss."""
     run = bench.new_run()
-    ids, positions, labels = small.batch_at(run, 0, small.padded_mask_counts()[-1])
+    ids, positions, labels = small.batch_at(run, 0, small.padded_counts()[-1])
     batch = (ids, positions, labels, torch.full_like(ids, -100).scatter(1, positions, labels))
     ours, *theirs = list(bench.rivals(CPU, torch.float32))[:3]
     torch.nn.init.normal_(ours.model.model.layers[-1].mlp.Wo.weight)  # zero until here

@@ -295,7 +295,8 @@ class FineTune:
         found["glue.md"] = re.sub(rb"\d+-\d+-\d+ on", b"on", found["glue.md"])
         runs = {run["task"]: run for run in glue.read_runs(root / "model")}
         for run in runs.values():
-            del run["seconds"], run["rows_per_second"], run["date"]
+            for name in ("seconds", "rows_per_second", "date", "commit"):
+                del run[name]
         return found | runs
 
 

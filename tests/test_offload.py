@@ -336,7 +336,7 @@ def test_compiled_blocks_compute_the_same(setting, monkeypatch):
         torch._dynamo.utils.counters.clear()
         run = new_run()
         if compiled:
-            run.loss_fn = run.streamed.compiled(run.loss_fn)
+            run.loss_fn = run.streamed.compile(run.loss_fn)
         ends.append((step(run, 0.9), weights_of(run)))
         module.mean_loss(run, [[x[:3] for x in module.batch_at(run, 0, 20)]])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3 * compiled
@@ -354,7 +354,7 @@ def test_where_blocks_do_not_compile_they_run_eager(setting, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda block_forward, **options: broken)
     tried, fresh = new_run(), new_run()
     with pytest.raises(RuntimeError, match="no compiler"):
-        tried.streamed.compiled(tried.loss_fn)(*module.batch_at(tried, 0, 20))
+        tried.streamed.compile(tried.loss_fn)(*module.batch_at(tried, 0, 20))
     assert step(tried, 0.9) == step(fresh, 0.9)
 
 
@@ -363,7 +363,7 @@ def test_blocks_compile_with_inductor(setting):
     """In seconds a graph; its sums round otherwise."""
     setting(offload=True, n_layer=4, dropout=0.0)
     compiled, plain = new_run(), new_run()
-    compiled.loss_fn = compiled.streamed.compiled(compiled.loss_fn)
+    compiled.loss_fn = compiled.streamed.compile(compiled.loss_fn)
     for _ in range(3):
         (loss, norm), (wanted_loss, wanted_norm) = step(compiled, 0.9), step(plain, 0.9)
         assert loss == pytest.approx(wanted_loss, rel=1e-5)

@@ -127,7 +127,7 @@ def test_positions_hold_the_masks_in_three_sizes_at_most(rate, rate_end, progres
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "mask_rate", rate)
         patch.setattr(module, "mask_rate_end", rate_end)
-        sizes = module.padded_mask_counts()
+        sizes = module.padded_counts()
         assert 1 <= len(sizes) <= 3
         n_predict = module.mask_count(progress)
         padded = min(size for size in sizes if size >= n_predict)
@@ -140,7 +140,7 @@ def test_positions_hold_the_masks_in_three_sizes_at_most(rate, rate_end, progres
 def test_a_masking_rate_may_rise_and_fall(train, setting, monkeypatch):
     """README invites to edit mask_count: its extremes need not be at the ends of the run."""
     monkeypatch.setattr(module, "mask_count", lambda p: 4 + round(12 * math.sin(math.pi * p)))
-    assert module.padded_mask_counts() == [8, 12, 16]
+    assert module.padded_counts() == [8, 12, 16]
     run = new_run()
     for progress, n_positions in ((0, 8), (0.1, 8), (0.2, 12), (0.5, 16), (0.9, 8), (1, 8)):
         n_predict = module.mask_count(progress)
@@ -156,10 +156,10 @@ def test_fewer_positions_are_the_same_masks_and_the_same_loss(train, setting):
     run = new_run()
     n_predict = module.mask_count(1)
     ids, positions, labels = module.batch_at(run, 0, n_predict)
-    assert positions.shape[1] == module.padded_mask_counts()[0] < module.padded_mask_counts()[-1]
+    assert positions.shape[1] == module.padded_counts()[0] < module.padded_counts()[-1]
     torch.manual_seed(int(np.random.SeedSequence((module.seed, 0)).generate_state(1)[0]))
     rows = run.rows.read(0, module.micro_batch)
-    with_room_for_all = module.draw_masks(rows, run.mask_counts[-1], n_predict)
+    with_room_for_all = module.draw_masks(rows, run.padded_counts[-1], n_predict)
     assert torch.equal(ids, with_room_for_all[0])
     # The mean of the plain model's loss at the masks, which are where ids and rows differ.
     masked = ids != rows
@@ -755,7 +755,7 @@ def test_a_failing_save_is_a_warning(train, monkeypatch, capsys, part):
     """What was there before stands: all of it where the checkpoint fails, which comes first."""
     run = new_run()
     log = new_log(run)
-    log.row()
+    log.add_row()
     assert module.save(run, log)
     before = {p.name: p.read_bytes() for p in log.folder.iterdir()}
 

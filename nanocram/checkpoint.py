@@ -65,7 +65,7 @@ def states_by_name(optimizer, model):
 
 def name_older_states(run, checkpoint):
     """Give the optimisers' states their parameters' names: until November 2026 they had numbers."""
-    for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=True):
+    for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=False):
         names = names_of(o, run.model)
         for i in [key for key in states if isinstance(key, int)]:
             states[names[i]] = states.pop(i)
@@ -81,7 +81,6 @@ def restore(run, folder, optimizer_name):
         known = asdict(run.model.config).keys() | asdict(run.state).keys()
         for part in ("config", "state"):
             checkpoint[part] = today(checkpoint[part], known, f"{path}, {part},")
-        name_older_states(run, checkpoint)
         wrong = misfit_of_run(run, optimizer_name, checkpoint)
     except OSError as e:
         sys.exit(f"{path} cannot be read: {e.strerror or e}")
@@ -106,14 +105,15 @@ def restore(run, folder, optimizer_name):
 def misfit_of_run(run, optimizer_name, checkpoint):
     """Why a checkpoint cannot be resumed as run, and what to type; '' where it can."""
     ours = asdict(run.model.config) | {"optimizer": optimizer_name}
-    # A switch that is newer than the checkpoint was at its default.
-    theirs = {f.name: f.default for f in fields(run.model.config) if f.default is not MISSING}
-    theirs |= checkpoint["config"] | {"optimizer": checkpoint["optimizer"]}
+    # A switch that is newer than the checkpoint was at its default, if it has one.
+    defaults = {f.name: f.default for f in fields(run.model.config) if f.default is not MISSING}
+    theirs = ours | defaults | checkpoint["config"] | {"optimizer": checkpoint["optimizer"]}
     flags = [f"--{name}={theirs[name]}" for name in ours if ours[name] != theirs[name]]
     if flags:
         return f"is of another model: to resume it, type {' '.join(flags)}"
     if checkpoint["data"] != run.meta["sha256"]["train.bin"]:
         return "was trained on another train.bin: name its --data_dir"
+    name_older_states(run, checkpoint)
     wrong = misfit(checkpoint["model"], run.model.state_dict())
     for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=True):
         wrong = wrong or misfit_of_states(states, o, run.model)
@@ -145,10 +145,10 @@ def misfit_of_states(states, optimizer, model):
     for name, state in states.items():
         if name not in names:
             return f"the optimiser's state of {name} is unknown"
-        tensors = {key: value for key, value in state.items() if torch.is_tensor(value)}
         # A moment is of its parameter's shape; what else an optimiser keeps is its own affair.
-        wanted = {key: weights[name] if key in MOMENTS else t for key, t in tensors.items()}
-        wrong = misfit(tensors, wanted)
+        known = dict.fromkeys(MOMENTS, weights[name]) | {"step": torch.zeros(())}
+        checked = {key: t for key, t in state.items() if key in known or torch.is_tensor(t)}
+        wrong = misfit(checked, {key: known.get(key, t) for key, t in checked.items()})
         if wrong:
             return f"of {name}'s state in the optimiser, {wrong}"
     return ""

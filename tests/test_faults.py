@@ -599,7 +599,7 @@ def test_a_checkpoint_of_another_time_goes_on(saved, capsys):
     old = copy.deepcopy(good)
     for name in ("eval_seconds", "skipped"):
         del old["state"][name]
-    del old["config"]["zero_init"]
+    old["config"]["position"] = old["config"].pop("position_embedding")
     old["state"]["lookahead"] = 3
     old["config"]["n_experts"] = 8
     for o, states in zip(run.optimizers, old["optimizers"], strict=True):

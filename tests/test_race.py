@@ -244,6 +244,7 @@ def test_what_a_run_itself_had_to_change_is_known_again(again):
     """The micro_batch that was halved, compile where nothing compiles."""
     facts, runs_anew = again
     asked = facts["settings"] | {"compile": True}
+    facts["asked_compile"] = True
     facts["settings"] |= {"micro_batch": 2, "compile": False}
     assert not runs_anew(asked)
     for micro_batch in (2, 16):

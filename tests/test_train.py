@@ -413,7 +413,7 @@ def test_a_failed_save_is_tried_again_after_a_minute(train, setting, monkeypatch
     run.state.step = 2
     assert module.save_is_due(run)
 
-    def full(*args):
+    def full(*args, **options):
         now[0] += 20
         raise OSError(28, "No space left on device")
 
@@ -534,7 +534,7 @@ def test_a_long_run_without_a_compiler_ends_at_once(train, setting, monkeypatch)
             "batch_size=20 is no multiple of micro_batch=8: type for example --batch_size=16",
         ),
         ({"batch_start": 12}, "batch_start=12 is no multiple"),
-        ({"optimizer": "sgd"}, "optimizer=sgd cannot work: it must be muon or adamw or adam"),
+        ({"optimizer": "sgd"}, "optimizer=sgd"),
         ({"beta2": 1.0}, "beta"),
         ({"lr": -1.0}, "rate"),
         ({"muon_lr": -1.0}, "Muon's rate"),
@@ -961,13 +961,13 @@ machine.matmul_rate = lambda *where: 1e12
 compile_and_fit = fit.compile_and_fit
 
 
-def limited(*args):
+def limited(*args, **options):
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(open("/proc/self/statm").read().split()[0])
     limit = pages * resource.getpagesize() + 200_000_000
     resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
-        return compile_and_fit(*args)
+        return compile_and_fit(*args, **options)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 

@@ -46,7 +46,7 @@ vocab_sample_mb = 100                 # MB of text to train it on, from all sour
 seq_len = 128                         # tokens in a row, the leading [CLS] included
 filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
 dedup = False                         # drop exact copies; takes about 80 bytes a document in memory
-order = "shuffle"                     # shuffle | curriculum: most sentence ends first (paper 4.4)
+order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
 val_share = 0.01                      # share of documents held out for val.bin, by a hash of them
 val_tokens = 1000000                  # at most this many tokens are held out, all others trained on
 threads = 0                           # of the tokenizer; 0 = one per core; no result depends on it
@@ -324,14 +324,14 @@ def pack(pieces, length):
     return np.insert(rows, 0, CLS, axis=1), tokens[used:]
 
 
-def spread_rows(pieces, is_end, rng, folder):
+def spread_rows(pieces, full_stop, rng, folder):
     """Append the rows of pieces to the bucket files, in the order set; returns the tokens left."""
     rows, rest = pack(pieces, seq_len)
     if order == "shuffle":
         bucket = rng.integers(BUCKETS, size=len(rows))
     else:
-        n_ends = is_end[rows].sum(axis=1)
-        bucket = np.maximum(BUCKETS - 1 - n_ends, 0)  # the first ones have most sentence ends
+        n_stops = (rows == full_stop).sum(axis=1)
+        bucket = np.maximum(BUCKETS - 1 - n_stops, 0)  # the first ones have most full stops
     for i in np.unique(bucket):
         with open(folder / f"bucket-{i:03}", "ab") as f:
             f.write(rows[bucket == i])  # tofile() and fromfile() are silent where a disk fails
@@ -361,9 +361,8 @@ def write_data(documents, tokenizer, total, folder):
 
     count = Counter(dict.fromkeys(("read", *OUTCOMES, *SIZES), 0))
     rng = np.random.default_rng(0)
-    # (vocab_size,) bool: whether an entry ends a sentence. The curriculum counts them.
-    entries = map(tokenizer.encoding.decode_single_token_bytes, range(tokenizer.vocab_size))
-    is_end = np.array([bool(re.search(b"[.!?]", entry)) for entry in entries])
+    # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
+    full_stop = tokenizer.encoding.encode_single_token(".")
 
     held_out = []
     kept, n_kept = [], 0  # ids that are not in rows yet, and how many
@@ -376,7 +375,7 @@ def write_data(documents, tokenizer, total, folder):
                 kept.append(ids)
                 n_kept += len(ids)
             if n_kept >= CHUNK:
-                rest = spread_rows(kept, is_end, rng, folder)
+                rest = spread_rows(kept, full_stop, rng, folder)
                 kept, n_kept = [rest], len(rest)
             bar.update(count["tokens_read"] - bar.n)
 
@@ -391,7 +390,7 @@ def write_data(documents, tokenizer, total, folder):
         larger = f"--val_share={min(0.5, 10 * val_share):g} --val_tokens={10 * val_tokens}"
         sys.exit(f"{few}: type {larger}, or give more text")
 
-    spread_rows(kept, is_end, rng, folder)
+    spread_rows(kept, full_stop, rng, folder)
     join_buckets(rng, folder)
     rows, _ = pack(held_out, seq_len)
     # A generator of its own: val.bin depends on nothing but the held-out documents.

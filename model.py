@@ -49,6 +49,11 @@ class ModelConfig:
     dropout: float = 0.0
     zero_init: bool = True
 
+    @property
+    def head_bias(self):
+        """Whether the head's dense layer has a bias: where the norms have, or the other layers."""
+        return self.linear_bias or self.norm_bias
+
     def __post_init__(self):
         """Raise ValueError, naming the field and a value that works, for what cannot be built."""
         for name, choices in CHOICES.items():
@@ -285,7 +290,7 @@ class Encoder(nn.Module):
 
 def head_transform(config):
     """BERT's dense-GELU-norm before the decoder; in fine-tuning it goes on as the pooler."""
-    dense = nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias)
+    dense = nn.Linear(config.n_embd, config.n_embd, bias=config.head_bias)
     return nn.Sequential(OrderedDict(dense=dense, act=nn.GELU(), norm=layer_norm(config)))
 
 

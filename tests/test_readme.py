@@ -20,7 +20,8 @@ from model import MaskedLM, ModelConfig
 from nanocram import model_folder, record
 from nanocram.configurator import SCRIPTS, configure
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "results/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "results").glob("*.md"))]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 README = TEXTS[ROOT / "README.md"]
 
@@ -301,9 +302,12 @@ def test_files_in_backticks_exist(document):
     folders = r"results|config|nanocram|docs|tests"
     for name in re.findall(rf"`((?:{folders})/[\w./]*\w\.\w+)`", text):
         assert (ROOT / name).exists(), name
-    if document.parent.name == "results":
-        csvs = set(re.findall(r"`(\w+\.csv)`", text)) - {"log.csv"}
-        assert csvs == {path.name for path in (ROOT / "results").glob("*.csv")}
+
+
+def test_every_csv_is_named_in_the_notebook_and_is_there():
+    notebook = "".join(text for path, text in TEXTS.items() if path.parent.name == "results")
+    named = set(re.findall(r"`(\w+\.csv)`", without_code(notebook))) - {"log.csv"}
+    assert named == {path.name for path in (ROOT / "results").glob("*.csv")}
 
 
 def test_every_file_and_recipe_is_in_a_table_of_the_readme():

@@ -19,7 +19,7 @@ from torch import nn
 ROPE_THETA = 10000.0
 CHOICES = {
     "activation": ("geglu", "relu2", "gelu"),
-    "position": ("rope", "sinusoidal", "learned"),
+    "position": ("rope", "sinusoidal", "sinusoidal_fixed", "learned"),
 }
 
 
@@ -113,9 +113,15 @@ class Embeddings(nn.Module):
         self.position = config.position
         if config.position == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
-        elif config.position == "sinusoidal":
-            # The paper's: a fixed table times one learnt scale (section 4.2).
-            self.position_scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))
+        elif config.position != "rope":
+            # The paper's (section 4.2): a fixed table times one learnt scale. That falls to nothing
+            # while words are guessed by their frequency, for then positions are noise; and without
+            # them attention cannot find the neighbours that would be better guesses.
+            scale = torch.full((1,), config.n_embd**-0.5)
+            if config.position == "sinusoidal":
+                self.position_scale = nn.Parameter(scale)
+            else:
+                self.register_buffer("position_scale", scale, persistent=False)
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
             table = torch.stack((angles.sin(), angles.cos()), dim=-1)  # sin on even, cos on odd
             self.register_buffer("position_table", table.flatten(1), persistent=False)
@@ -130,7 +136,7 @@ class Embeddings(nn.Module):
         x = self.tok_embeddings(ids)  # (B, T, C)
         if self.position == "learned":
             x = x + self.position_embeddings.weight[:T]
-        elif self.position == "sinusoidal":
+        elif self.position != "rope":
             x = x + self.position_scale * self.position_table[:T]
         if self.token_types:
             if token_type_ids is None:

@@ -69,6 +69,19 @@ def test_parameter_counts_of_the_literature():
     )  # BERT-base with a vocabulary of 32,768
 
 
+def test_a_fixed_scale_of_positions_is_the_papers_at_its_start():
+    torch.manual_seed(0)
+    learnt = MaskedLM(ModelConfig(**SMALL, position="sinusoidal"))
+    torch.manual_seed(0)
+    fixed = MaskedLM(ModelConfig(**SMALL, position="sinusoidal_fixed"))
+    ids, _ = batch()
+    assert torch.equal(learnt(ids), fixed(ids))
+    names = {name for name, _ in learnt.named_parameters()}
+    assert names - {name for name, _ in fixed.named_parameters()} == {
+        "model.embeddings.position_scale"
+    }
+
+
 def test_flops_of_the_literature():
     with torch.device("meta"):
         crammed = MaskedLM(ModelConfig(**CRAMMED))
@@ -454,7 +467,7 @@ def configs():
         n_embd=st.sampled_from([8, 16]),
         n_inner=st.integers(1, 20),
         activation=st.sampled_from(["geglu", "relu2", "gelu"]),
-        position=st.sampled_from(["rope", "sinusoidal", "learned"]),
+        position=st.sampled_from(["rope", "sinusoidal", "sinusoidal_fixed", "learned"]),
         token_types=st.sampled_from([0, 2]),
         **{
             k: st.booleans()

@@ -79,7 +79,7 @@ ANOTHER_ORDER = {"post_norm": True, "n_narrow": 3, "linear_bias": True, "activat
     "switches",
     [
         {"n_layer": 1, "token_types": 2, "norm_bias": True},
-        {"n_layer": 2, "position": "sinusoidal", "first_attn_norm": True},
+        {"n_layer": 2, "position": "sinusoidal_fixed", "first_attn_norm": True},
         {"n_narrow": 3, "final_norm": False, "decoder_bias": False},
         {"post_norm": True, "position": "learned", "embedding_norm": False, "activation": "gelu"},
         ANOTHER_ORDER,

@@ -130,8 +130,7 @@ def our_candidate(folder, scratch):
     tensors = b"" if scratch else (folder / "model.safetensors").read_bytes()
     weights = glue.fingerprint(vocabulary, asdict(config), tensors)
     # Pre-training has one token type: for another a second sentence would get an untrained vector.
-    two_types = False
-    return Candidate(name, weights, encode, build, PAD, two_types, glue_batch, glue_lr, PAPER_OURS)
+    return Candidate(name, weights, encode, build, PAD, False, glue_batch, glue_lr, PAPER_OURS)
 
 
 class HuggingFace(nn.Module):

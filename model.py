@@ -50,8 +50,7 @@ class ModelConfig:
     zero_init: bool = True
 
     @property
-    def head_bias(self):
-        """Whether the head's dense layer has a bias: where the norms have, or the other layers."""
+    def head_bias(self):  # whether the head's dense layer has one: crammed's pooler does
         return self.linear_bias or self.norm_bias
 
     def __post_init__(self):
@@ -114,14 +113,9 @@ class Embeddings(nn.Module):
         if config.position == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
         elif config.position != "rope":
-            # The paper's (section 4.2): a fixed table times one learnt scale. That falls to nothing
-            # while words are guessed by their frequency, for then positions are noise; and without
-            # them attention cannot find the neighbours that would be better guesses.
-            scale = torch.full((1,), config.n_embd**-0.5)
-            if config.position == "sinusoidal":
-                self.position_scale = nn.Parameter(scale)
-            else:
-                self.register_buffer("position_scale", scale, persistent=False)
+            # The paper's: a fixed table times a scale. Learnt, it falls to nothing in small models.
+            kind = nn.Parameter if config.position == "sinusoidal" else nn.Buffer
+            self.position_scale = kind(torch.full((1,), config.n_embd**-0.5))
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
             table = torch.stack((angles.sin(), angles.cos()), dim=-1)  # sin on even, cos on odd
             self.register_buffer("position_table", table.flatten(1), persistent=False)

@@ -329,9 +329,8 @@ def spread_rows(pieces, full_stop, rng, folder):
     rows, rest = pack(pieces, seq_len)
     if order == "shuffle":
         bucket = rng.integers(BUCKETS, size=len(rows))
-    else:
-        n_stops = (rows == full_stop).sum(axis=1)
-        bucket = np.maximum(BUCKETS - 1 - n_stops, 0)  # the first ones have most full stops
+    else:  # most full stops first
+        bucket = np.maximum(BUCKETS - 1 - (rows == full_stop).sum(axis=1), 0)
     for i in np.unique(bucket):
         with open(folder / f"bucket-{i:03}", "ab") as f:
             f.write(rows[bucket == i])  # tofile() and fromfile() are silent where a disk fails

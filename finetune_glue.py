@@ -126,8 +126,8 @@ def our_candidate(folder, scratch):
     vocabulary = glue.fingerprint((folder / "tokenizer.json").read_bytes())
     tensors = b"" if scratch else (folder / "model.safetensors").read_bytes()
     weights = glue.fingerprint(vocabulary, asdict(config), tensors)
-    types = config.token_types > 1
-    return Candidate(name, weights, encode, build, PAD, types, glue_batch, glue_lr, PAPER_OURS)
+    # Pre-training has one token type: for another a second sentence would get an untrained vector.
+    return Candidate(name, weights, encode, build, PAD, False, glue_batch, glue_lr, PAPER_OURS)
 
 
 class HuggingFace(nn.Module):

@@ -19,7 +19,7 @@ from torch import nn
 ROPE_THETA = 10000.0
 CHOICES = {
     "activation": ("geglu", "relu2", "gelu"),
-    "position_embedding": ("rope", "sinusoidal", "learned"),
+    "position_embedding": ("rope", "sinusoidal", "sinusoidal_fixed", "learned"),
 }
 
 
@@ -50,6 +50,10 @@ class ModelConfig:
     norm_eps: float
     dropout: float
     zero_init: bool
+
+    @property
+    def head_bias(self):  # whether the head's dense layer has one: crammed's pooler does
+        return self.linear_bias or self.norm_bias
 
     def __post_init__(self):
         """Raise ValueError, naming the field and a value that works, for what cannot be built."""
@@ -108,9 +112,10 @@ class Embeddings(nn.Module):
         self.position_embedding = config.position_embedding
         if config.position_embedding == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
-        elif config.position_embedding == "sinusoidal":
-            # The paper's: a fixed table times one learnt scale (section 4.2).
-            self.position_scale = nn.Parameter(torch.full((1,), config.n_embd**-0.5))
+        elif config.position_embedding != "rope":
+            # The paper's: a fixed table times a scale. Learnt, it falls to nothing in small models.
+            kind = nn.Parameter if config.position_embedding == "sinusoidal" else nn.Buffer
+            self.position_scale = kind(torch.full((1,), config.n_embd**-0.5))
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
             table = torch.stack((angles.sin(), angles.cos()), dim=-1)  # sin on even, cos on odd
             self.register_buffer("position_table", table.flatten(1), persistent=False)
@@ -125,7 +130,7 @@ class Embeddings(nn.Module):
         x = self.tok_embeddings(ids)  # (B, T, C)
         if self.position_embedding == "learned":
             x = x + self.position_embeddings.weight[:T]
-        elif self.position_embedding == "sinusoidal":
+        elif self.position_embedding != "rope":
             x = x + self.position_scale * self.position_table[:T]
         if self.token_types:
             if token_type_ids is None:
@@ -285,7 +290,7 @@ class Encoder(nn.Module):
 
 def make_head(config):
     """BERT's dense-GELU-norm before the decoder; in fine-tuning it goes on as the pooler."""
-    dense = nn.Linear(config.n_embd, config.n_embd, bias=config.linear_bias)
+    dense = nn.Linear(config.n_embd, config.n_embd, bias=config.head_bias)
     return nn.Sequential(OrderedDict(dense=dense, act=nn.GELU(), norm=layer_norm(config)))
 
 

@@ -53,7 +53,7 @@ vocab_sample_mb = 100                 # MB of text to train it on, from all sour
 seq_len = 128                         # tokens in a row, the leading [CLS] included
 filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
 dedup = False                         # drop exact copies; takes about 80 bytes a document in memory
-order = "shuffle"                     # shuffle | curriculum: most sentence ends first (paper 4.4)
+order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
 val_share = 0.01                      # share of documents held out for val.bin, by a hash of them
 val_tokens = 1000000                  # at most this many tokens are held out, all others trained on
 threads = 0                           # processes that tokenize; 0 = one per core; same result
@@ -401,9 +401,8 @@ class Partial:
         self.rng.bit_generator.state = journal["rng"]
         self.saved = time.monotonic()
         self.joined = set()  # names of buckets that stand in train.bin by now
-        # (vocab_size,) bool: whether an entry ends a sentence. The curriculum counts them.
-        entries = map(tokenizer.encoding.decode_single_token_bytes, range(tokenizer.vocab_size))
-        self.is_end = np.array([bool(re.search(b"[.!?]", entry)) for entry in entries])
+        # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
+        self.full_stop = tokenizer.encoding.encode_single_token(".")
 
         self.cut_back()
         self.kept = [np.array(journal["rest"], np.uint16)]  # ids that are not in rows yet
@@ -453,8 +452,8 @@ class Partial:
         if order == "shuffle":
             bucket = self.rng.integers(BUCKETS, size=len(rows))
         else:
-            n_ends = self.is_end[rows].sum(axis=1)
-            bucket = np.maximum(BUCKETS - 1 - n_ends, 0)  # the first ones have most sentence ends
+            n_stops = (rows == self.full_stop).sum(axis=1)
+            bucket = np.maximum(BUCKETS - 1 - n_stops, 0)  # the first ones have most full stops
         for i in np.unique(bucket):
             self.append(f"bucket-{i:03}", rows[bucket == i])
         self.kept, self.n_kept = [rest], len(rest)

@@ -15,7 +15,9 @@ out_dir = "out/crammed"
 source = "monology/pile-uncopyrighted"
 max_rows = 43166767
 order = "curriculum"
-# architecture: scaled sinusoidal positions, norms before the blocks, biases in the norms alone
+# architecture: sinusoidal positions, norms before the blocks, biases in the norms alone. The learnt
+# scale of the positions, the paper's, falls to nothing in small models, which then learn little but
+# word frequencies: --position_embedding=sinusoidal_fixed keeps it as it starts (results/README.md)
 position_embedding = "sinusoidal"
 max_seq_len = 128
 first_attn_norm = True

@@ -37,7 +37,7 @@ SAME = {
     "norm_bias": "norm_bias",
     "attention_bias": "linear_bias",
     "mlp_bias": "linear_bias",
-    "classifier_bias": "linear_bias",
+    "classifier_bias": "head_bias",
     "decoder_bias": "decoder_bias",
 }
 # Fields of ModelConfig and State by the names that they had until November 2026.
@@ -124,7 +124,7 @@ def identity_head(config):
     where the variance is 1 or more."""
     width = config.n_embd
     weights = {"head.dense.weight": torch.eye(width), "model.final_norm.weight": torch.ones(width)}
-    if config.linear_bias:
+    if config.head_bias:
         weights["head.dense.bias"] = torch.zeros(width)
     if config.norm_bias:
         weights["model.final_norm.bias"] = torch.zeros(width)

@@ -29,8 +29,8 @@ PATTERN = r" ?[\p{L}\p{M}]{1,24}| ?\p{N}{1,2}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8
 SPACE = "[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
 BEFORE_PUNCTUATION = r" (?=[!-/:-@\[-`{-~])"
 NOT_ASCII = "[^\x00-\x7f]{1,16}"  # bounded, so that the cache of to_ascii() is
-# Typographic characters become the ASCII ones they stand for. Of the others NFD leaves the base
-# letters, é is e; all else goes, as in the paper.
+# Typographic characters become the ASCII ones they stand for; the paper's code deletes them. Of the
+# others NFD leaves the base letters, é is e; all else goes.
 FOLD = {
     "[\u2018-\u201b\u2032\u02bc]": "'",
     "[\u201c-\u201f\u2033\xab\xbb]": '"',
@@ -59,9 +59,9 @@ def normalise(text, mode):
     """Text as the vocabulary sees it: a space before every word, the first too, and none before
     ASCII punctuation.
 
-    Mode "ascii" is the paper's (section 4.4): quotes unified, NFD, lower case, accents and all
-    else outside ASCII removed. Mode "plain" keeps case, accents and every script. Mode "none"
-    keeps all: the text is returned as it is."""
+    Mode "ascii" is the paper's (section 4.4) but for FOLD: quotes unified, NFD, lower case, accents
+    and all else outside ASCII removed. Mode "plain" keeps case, accents and every script. Mode
+    "none" keeps all: the text is returned as it is."""
     if mode == "none":
         return text
     if mode == "ascii":

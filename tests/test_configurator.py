@@ -325,7 +325,9 @@ def test_help_of_our_scripts(module):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     *lines, has_torch = done.stdout.splitlines()
     assert has_torch == "False", done.stderr
-    begin = next(i for i, line in enumerate(lines) if line.startswith(f"{next(iter(module.SETTINGS))} ="))
+    begin = next(
+        i for i, line in enumerate(lines) if line.startswith(f"{next(iter(module.SETTINGS))} =")
+    )
     shown = {}
     exec("\n".join(lines[begin:]), {}, shown)
     assert shown == {name: getattr(module, name) for name in module.SETTINGS}

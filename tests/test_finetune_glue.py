@@ -190,6 +190,17 @@ def test_batches_are_padded_as_transformers_pads_them(model, settings, sentences
         assert torch.equal(mask.long(), wanted["attention_mask"])
 
 
+def test_a_token_type_that_pre_training_never_met_stays_out(tmp_path, data_dir, glue_files):
+    """Both sentences of a pair have the type that every row of pre-training has."""
+    folder = model_folder(tmp_path / "bert", data_dir, token_types=2, position="learned")
+    before = load(folder).model.embeddings.type_embeddings.weight
+    done = run(folder, glue_files, tasks="mrpc", seeds=1, save_models=True)
+    assert done.returncode == 0, done.stdout
+    after = load(folder / "mrpc").model.embeddings.type_embeddings.weight
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(before[0], after[0])
+
+
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 def test_the_learning_rate_is_that_of_transformers(settings, kind, warmup):

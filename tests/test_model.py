@@ -48,6 +48,18 @@ def batch():
     return ids, mask
 
 
+def test_a_fixed_scale_of_positions_is_the_papers_at_its_start():
+    models = []
+    for kind in ("sinusoidal", "sinusoidal_fixed"):
+        torch.manual_seed(0)
+        models.append(MaskedLM(model_config(**SIZES, position_embedding=kind)))
+    learnt, fixed = models
+    ids, _ = batch()
+    assert torch.equal(learnt(ids), fixed(ids))
+    names = [{name for name, _ in model.named_parameters()} for model in models]
+    assert names[0] - names[1] == {"model.embeddings.position_scale"}
+
+
 def test_flops_of_the_literature():
     with torch.device("meta"):
         crammed = MaskedLM(recipe("crammed"))
@@ -75,6 +87,7 @@ def test_flops_agree_with_torchs_own_counter(n_narrow):
     [
         {},
         {"linear_bias": True, "norm_bias": True},
+        {"norm_bias": True},
         {"decoder_bias": False},
         {"head_transform": True},
         {"head_transform": True, "linear_bias": True, "norm_bias": True, "norm_eps": 1e-3},
@@ -109,10 +122,11 @@ def test_the_classifier_is_modernberts(tmp_path):
         assert torch.allclose(ours(ids, mask), theirs(ids, attention_mask=mask).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("biases", [False, True])
-def test_a_fresh_head_goes_to_transformers_and_back(tmp_path, biases):
+@pytest.mark.parametrize("linear_bias", [False, True])
+@pytest.mark.parametrize("norm_bias", [False, True])
+def test_a_fresh_head_goes_to_transformers_and_back(tmp_path, linear_bias, norm_bias):
     """That of the classifier of a model without head transform."""
-    ours = Classifier(random_model(linear_bias=biases, norm_bias=biases), 3).eval()
+    ours = Classifier(random_model(linear_bias=linear_bias, norm_bias=norm_bias), 3).eval()
     with torch.no_grad():
         for p in ours.head.parameters():
             p.add_(torch.randn_like(p) * 0.2)

@@ -93,7 +93,7 @@ ANOTHER_ORDER = {"post_norm": True, "n_narrow": 3, "linear_bias": True, "activat
     "switches",
     [
         {"n_layer": 1, "token_types": 2, "norm_bias": True},
-        {"n_layer": 2, "position_embedding": "sinusoidal", "first_attn_norm": True},
+        {"n_layer": 2, "position_embedding": "sinusoidal_fixed", "first_attn_norm": True},
         {"n_narrow": 3, "final_norm": False, "decoder_bias": False},
         {
             "post_norm": True,

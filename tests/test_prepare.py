@@ -141,18 +141,16 @@ def test_how_much_is_taken_at_a_time_changes_nothing(tmp_path, corpus, prepare, 
     assert same(tmp_path / "whole", tmp_path / "pieces")
 
 
-def test_the_curriculum_begins_with_most_sentence_ends(tmp_path, corpus, data_dir, prepare):
+def test_the_curriculum_begins_with_most_full_stops(tmp_path, corpus, data_dir, prepare):
     prepare(tmp_path / "sorted", corpus, order="curriculum")
     rows = rows_of(tmp_path / "sorted")
     assert as_set(rows) == as_set(rows_of(data_dir))
     assert same(tmp_path / "sorted", data_dir, ["val.bin"])
     tokenizer = AutoTokenizer.from_pretrained(data_dir)
-    ends = []
-    for row in rows:
-        words = tokenizer.convert_ids_to_tokens(row)
-        ends.append(sum(any(c in word for c in ".!?") for word in words))
-    assert ends == sorted(ends, reverse=True)
-    assert ends[0] > ends[-1]
+    # The paper's code counts the token "." itself, not those that contain one.
+    stops = [tokenizer.convert_ids_to_tokens(row).count(".") for row in rows]
+    assert stops == sorted(stops, reverse=True)
+    assert stops[0] > stops[-1]
 
 
 def test_the_filter_leaves_the_held_out_rows_alone(tmp_path, corpus, data_dir, prepare, capsys):

@@ -23,7 +23,8 @@ from nanocram.configurator import configure
 
 SCRIPTS = ("prepare.py", "train.py", "finetune_glue.py", "bench.py", "race.py")
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "results/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "results").glob("*.md"))]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 README = TEXTS[ROOT / "README.md"]
 
@@ -274,9 +275,12 @@ def test_files_in_backticks_exist(document):
     folders = r"results|config|nanocram|docs|tests"
     for name in re.findall(rf"`((?:{folders})/[\w./]*\w\.\w+)`", text):
         assert (ROOT / name).exists(), name
-    if document.parent.name == "results":
-        csvs = set(re.findall(r"`(\w+\.csv)`", text)) - {"log.csv"}
-        assert csvs == {path.name for path in (ROOT / "results").glob("*.csv")}
+
+
+def test_every_csv_is_named_in_the_notebook_and_is_there():
+    notebook = "".join(text for path, text in TEXTS.items() if path.parent.name == "results")
+    named = set(re.findall(r"`(\w+\.csv)`", without_code(notebook))) - {"log.csv"}
+    assert named == {path.name for path in (ROOT / "results").glob("*.csv")}
 
 
 def test_what_to_edit_is_where_the_readme_says():

@@ -235,7 +235,8 @@ def progress_bar(data, todo, batch, dev):
     else:
         unit, once = " steps", sum(max(1, len(length) // batch) for length in lengths)
     pause = 0.1 if sys.stderr.isatty() else LINE_SECONDS
-    return tqdm(total=epochs * once, unit=unit, unit_scale=True, smoothing=0.02, mininterval=pause)
+    look = {"unit": unit, "unit_scale": True, "smoothing": 0.02, "mininterval": pause}
+    return tqdm(total=epochs * once, disable=not todo, **look)
 
 
 def lr_scale(step, steps):

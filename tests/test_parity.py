@@ -17,7 +17,6 @@ from conftest import ROOT
 import train
 from model import Classifier, MaskedLM, ModelConfig
 from nanocram.configurator import configure
-from nanocram.data import draw_masks
 
 MOMENTS = (np.arange(2000) + 0.5) / 2000  # of a run, none where a ramp has its steps
 
@@ -141,8 +140,7 @@ def test_what_is_hidden_of_a_row(paper):
     assert {train.mask_count(t) for t in MOMENTS} == {n}
     # Tokens from 10 on: a [MASK] is nothing else, and a random token hardly ever the one before.
     rows = torch.randint(10, train.vocab_size, (4000, 128))
-    shares = train.mask_token_share, train.random_token_share
-    ids, positions, labels = draw_masks(rows, n, n, train.vocab_size, *shares)
+    ids, positions, labels = train.draw_masks(rows, n, n)
     assert torch.equal(labels, rows.gather(1, positions))
     assert all(len(set(row)) == n for row in positions.tolist())
     seen = ids.gather(1, positions)

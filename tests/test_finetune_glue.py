@@ -192,7 +192,7 @@ def test_batches_are_padded_as_transformers_pads_them(model, settings, sentences
 
 def test_a_token_type_that_pre_training_never_met_stays_out(tmp_path, data_dir, glue_files):
     """Both sentences of a pair have the type that every row of pre-training has."""
-    folder = model_folder(tmp_path / "bert", data_dir, token_types=2, position="learned")
+    folder = model_folder(tmp_path / "bert", data_dir, token_types=2, position_embedding="learned")
     before = load(folder).model.embeddings.type_embeddings.weight
     done = run(folder, glue_files, tasks="mrpc", seeds=1, save_models=True)
     assert done.returncode == 0, done.stdout

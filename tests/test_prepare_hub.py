@@ -33,7 +33,7 @@ if __name__ == "__main__":
     for name, value in json.loads(sys.argv.pop(1)).items():
         module, name = name.split(".")
         setattr(globals()[module], name, value)
-    configure(vars(prepare))
+    configure(vars(prepare), sys.argv[1:])
     safety.run(prepare.main, prepare.data_dir, "the same command goes on")
 """
 CONFIGS = """---

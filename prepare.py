@@ -531,12 +531,21 @@ class Partial:
 
 
 def sample_of(path, number, limit, folder):
-    """Texts of about limit characters from a file. What comes from the Hub is kept in folder."""
+    """Texts of about limit characters from a file. What comes from the Hub is kept in folder.
+
+    A file that breaks off ends all, or, with accept_partial, gives what stands before."""
     kept = folder / f"sample-{number:05}.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    texts = (text for text, _ in sources.read_texts(path, text_column))
-    texts = list(up_to(limit, texts))
+    texts = []
+    try:
+        for text in up_to(limit, (text for text, _ in sources.read_texts(path, text_column))):
+            texts.append(text)
+    except Exception as e:  # whatever the readers raise
+        if not accept_partial or isinstance(e, sources.Silence):  # nor would the other files come
+            sys.exit(f"could not read {path} ({explain(e)}): {AGAIN}")
+        tell(f"WARNING: the vocabulary lacks a part of {path}: {explain(e)}")
+        return texts
     if path.startswith(HUB):
         safety.write_text(kept, json.dumps(texts))
     return texts
@@ -551,18 +560,12 @@ def make_vocabulary(files, share, folder):
         size = share[name] * vocab_sample_mb * 10**6
         chosen = paths
         if paths[0].startswith(HUB):  # the first may be the oldest: take some from many
-            chosen = [
-                paths[i] for i in np.linspace(0, len(paths) - 1, min(len(paths), SHARDS), dtype=int)
-            ]
+            places = np.linspace(0, len(paths) - 1, min(len(paths), SHARDS), dtype=int)
+            chosen = [paths[i] for i in places]
         some = []
         for path in chosen:
             number += 1
-            try:
-                some += sample_of(path, number, size // len(chosen), folder)
-            except Exception as e:
-                if not accept_partial:
-                    sys.exit(f"could not read {path} ({explain(e)}): {AGAIN}")
-                tell(f"WARNING: the vocabulary lacks {path}: {explain(e)}")
+            some += sample_of(path, number, size // len(chosen), folder)
         if not some:
             sys.exit(f"no text in {name}: give other text")
         texts += some

@@ -1,4 +1,4 @@
-"""finetune_glue.py as a process that reads GLUE and a model of others from a stand-in of the Hub."""
+"""finetune_glue.py as a process: GLUE and a model of others from a stand-in of the Hub."""
 
 import os
 import re
@@ -19,7 +19,7 @@ TASKS = ("rte", "mnli", "stsb")
 
 
 def put_glue(folder, glue_dir):
-    """The rows of official files as nyu-mll/glue has them: parquet files, a config for each task."""
+    """The rows of official files as nyu-mll/glue has them: parquet, a config for each task."""
     page = ["---", "configs:"]
     for name in TASKS:
         task = glue.TASKS[name]

@@ -271,12 +271,15 @@ def start_processes(n):
     """A pool of n processes. Nothing forks, so it is the same on every system."""
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(n, mp_context=spawn, initializer=begin_process)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they inherit it: a Ctrl-C is ours
+    # They inherit what is blocked: a Ctrl-C is for this process, and waits for it.
+    can_block = hasattr(signal, "pthread_sigmask")  # Windows cannot
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_block else None
     try:
         for _ in range(n):
             pool.submit(os.getpid)
     finally:
-        signal.signal(signal.SIGINT, handler)
+        if can_block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pool
 
 

@@ -239,9 +239,11 @@ def wait_for_end(pids):
 
 
 @SLOW
-def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, start, expected):
+def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, start, hub, expected):
+    """While it waits for a line that is dead."""
+    break_the_line(hub, lambda: reading_has_begun(tmp_path / "out"), 503)
     process = start(tmp_path / "out")
-    while not reading_has_begun(tmp_path / "out"):
+    while not reading_has_begun(tmp_path / "out") and process.poll() is None:
         time.sleep(0.01)
     children = children_of(process)
     for pid in (process.pid, *children):  # as a terminal does
@@ -250,6 +252,7 @@ def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, start, e
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
     assert last_line(done) == "stopped: the same command goes on"
     wait_for_end(children)
+    hub.fault = None
     done = end_of(start(tmp_path / "out"))
     assert done.returncode == 0, done.stdout
     assert same(tmp_path / "out", expected)

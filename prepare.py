@@ -30,10 +30,11 @@ from pathlib import Path
 
 import numpy as np
 
-from nanocram import safety, sources
+from nanocram import partial, safety, sources
 from nanocram.configurator import configure, require
+from nanocram.partial import Partial, write_journal
 from nanocram.sources import HUB, explain, file_kind, hub_name
-from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise, train_tokenizer
+from nanocram.tokenizer import SEP, Tokenizer, normalise, train_tokenizer
 
 # fmt: off
 # what to read
@@ -72,19 +73,14 @@ LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.
 # Bounds on memory:
 BATCH = 1 << 18  # characters that a process tokenizes at a time
 WAITING = 8  # batches that wait for each process
-CHUNK = 1 << 23  # tokens to collect before they are packed into rows
-BUCKETS = 128  # files that the rows go into, put in order one by one
 # Other:
 ALONE = 16  # batches before there are other processes, which take half a second to start
-MOVED = 1 << 28  # bytes of rows that stand in two files while train.bin is written
-SAVE_EVERY = 60.0  # seconds between two journals: as much is lost by a kill
 FORECAST_AFTER = 10.0  # seconds of tokenizing
 AGAIN = "the same command goes on once it can be read, --accept_partial=True does without it"
 # The place in a source: in its files; of the file the part that was read; characters by weight.
 START = {"file": 0, "document": 0, "part": 0.0, "taken": 0.0, "ended": False}
 # What this script writes, and may delete in the folder of a run that was killed.
-OURS = ("tokenizer*.json", "train.bin", "val.bin", "meta.json", "*.tmp", "bucket-*")
-OURS += ("journal.json", "sample-*.json", "held_out-*", "seen-*")
+OURS = ("tokenizer*.json", "meta.json", "sample-*.json", "*.tmp", *partial.FILES)
 # The counts of meta.json: what became of the documents, and what they add up to.
 OUTCOMES = ("held_out", "held_out_copies", "duplicates", "filtered", "empty", "kept")
 SIZES = ("tokens", "characters", "val_tokens", "val_characters", "tokens_read", "characters_read")
@@ -271,12 +267,22 @@ def start_processes(n):
     """A pool of n processes. Nothing forks, so it is the same on every system."""
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(n, mp_context=spawn, initializer=begin_process)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they inherit it: a Ctrl-C is ours
+    # A Ctrl-C is for this process, once they are there: they inherit that it is blocked, and here,
+    # where any thread may get it, it is noted.
+    noted = []
+    handler = signal.signal(signal.SIGINT, lambda *of: noted.append(of))
+    can_block = hasattr(signal, "pthread_sigmask")  # Windows cannot
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_block else None
     try:
         for _ in range(n):
             pool.submit(os.getpid)
     finally:
+        if can_block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.signal(signal.SIGINT, handler)
+    if noted:
+        pool.shutdown()
+        raise KeyboardInterrupt
     return pool
 
 
@@ -378,164 +384,48 @@ def choose(documents, count, held_out, seen):
             return
 
 
-def pack(pieces, length):
-    """Rows (n, length), each [CLS] and length - 1 of the tokens in pieces; and the rest (r,)."""
-    tokens = np.concatenate(pieces)
-    used = len(tokens) // (length - 1) * (length - 1)
-    rows = tokens[:used].reshape(-1, length - 1)
-    return np.insert(rows, 0, CLS, axis=1), tokens[used:]
+def take(documents, so_far):
+    """Add documents, as encode_all() has them, to what there is so far, up to a limit."""
+    held_out, seen = so_far.keys.values()
+    for outcome, key, ids in choose(documents, so_far.count, held_out, seen):
+        if outcome == "held_out":
+            so_far.hold_out(ids, key)
+        if outcome == "kept":
+            so_far.keep(ids)
+        if dedup:
+            so_far.new_keys["seen-keys"].append(key)
 
 
-class Partial:
-    """What there is so far, in DATA_DIR.partial: files that only grow, and a journal.
-
-    The journal says how long they were when it was written, and where the sources were. After a
-    kill the files are cut back to it, and all goes on from there, to the same bytes."""
-
-    def __init__(self, folder, journal, tokenizer):
-        self.folder, self.journal = folder, journal
-        count = journal["counts"]
-        by_source = {name: Counter(part) for name, part in count["sources"].items()}
-        self.count = Counter(count) | {"sources": by_source}
-        self.rng = np.random.default_rng()
-        self.rng.bit_generator.state = journal["rng"]
-        self.saved = time.monotonic()
-        self.joined = set()  # names of buckets that stand in train.bin by now
-        # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
-        self.full_stop = tokenizer.encoding.encode_single_token(".")
-
-        self.cut_back()
-        self.kept = [np.array(journal["rest"], np.uint16)]  # ids that are not in rows yet
-        self.n_kept = len(journal["rest"])
-        self.held_out = []  # ids, as many as there are new ones
-        self.new_keys = {"held_out-keys": [], "seen-keys": []}
-        self.keys = {name: set(self.read(name, np.uint64).tolist()) for name in self.new_keys}
-
-    def cut_back(self):
-        """Bring the files to where the journal was written."""
-        sizes = self.journal["sizes"]
-        for name, size in sizes.items():
-            path = self.folder / name
-            if not path.exists() or path.stat().st_size < size:
-                sys.exit(f"{path} has lost bytes: delete {self.folder} to start over")
-            os.truncate(path, size)
-        for path in self.folder.iterdir():
-            if path.name not in sizes and path.suffix != ".json":
-                path.unlink()
-
-    def read(self, name, dtype):
-        path = self.folder / name
-        return np.frombuffer(path.read_bytes() if path.exists() else b"", dtype)
-
-    def append(self, name, array):
-        with open(self.folder / name, "ab") as f:
-            f.write(array)  # tofile() and fromfile() are silent where a disk fails
-
-    def add(self, documents):
-        """Take documents, as encode_all() has them, up to a limit."""
-        held_out, seen = self.keys.values()
-        for outcome, key, ids in choose(documents, self.count, held_out, seen):
-            if outcome == "held_out":
-                self.held_out.append(ids)
-                self.new_keys["held_out-keys"].append(key)
-            if outcome == "kept":
-                self.kept.append(ids)
-                self.n_kept += len(ids)
-            if dedup:
-                self.new_keys["seen-keys"].append(key)
-        if self.n_kept >= CHUNK:
-            self.flush()
-
-    def flush(self):
-        """Append what was added to the files; rows go to the buckets, in the order set."""
-        rows, rest = pack(self.kept, seq_len)
-        if order == "shuffle":
-            bucket = self.rng.integers(BUCKETS, size=len(rows))
-        else:
-            n_stops = (rows == self.full_stop).sum(axis=1)
-            bucket = np.maximum(BUCKETS - 1 - n_stops, 0)  # the first ones have most full stops
-        for i in np.unique(bucket):
-            self.append(f"bucket-{i:03}", rows[bucket == i])
-        self.kept, self.n_kept = [rest], len(rest)
-        if self.held_out:
-            self.append("held_out-tokens", np.concatenate(self.held_out))
-            self.held_out = []
-        for name, keys in self.new_keys.items():
-            if keys:
-                self.append(name, np.array(keys, np.uint64))
-                keys.clear()
-
-    def save(self):
-        """Write the journal, behind the bytes that it speaks of."""
-        self.flush()
-        known, sizes = self.journal["sizes"], {}
-        for path in sorted(self.folder.iterdir()):
-            if path.suffix in (".json", ".tmp") or path.name in self.joined:
-                continue
-            sizes[path.name] = path.stat().st_size
-            if sizes[path.name] != known.get(path.name):
-                with open(path, "r+b") as f:
-                    os.fsync(f.fileno())
-        self.journal |= {"sizes": sizes, "counts": self.count, "rest": self.kept[0].tolist()}
-        self.journal["rng"] = self.rng.bit_generator.state
-        write_journal(self.folder, self.journal)
-        self.saved = time.monotonic()
-
-    def is_due(self):
-        return time.monotonic() - self.saved >= SAVE_EVERY
-
-    def join_buckets(self):
-        """Join the bucket files into train.bin.
-
-        To be shuffled, rows went into buckets at random: shuffling each shuffles them all."""
-        to_delete, size = [], 0
-        for path in sorted(self.folder.glob("bucket-*")):
-            with open(path, "rb") as bucket, open(self.folder / "train.bin", "ab") as out:
-                if order == "shuffle":
-                    rows = np.frombuffer(bucket.read(), np.uint16).reshape(-1, seq_len)
-                    out.write(self.rng.permutation(rows))
-                else:  # a few buckets hold most of the rows: they need not fit into memory
-                    shutil.copyfileobj(bucket, out, 1 << 24)
-            self.joined.add(path.name)
-            to_delete.append(path)
-            size += path.stat().st_size
-            if size >= MOVED:
-                self.save()
-                for path in to_delete:
-                    path.unlink()
-                to_delete, size = [], 0
-
-    def finish(self):
-        """Write train.bin and val.bin, delete what led to them; returns the counts of meta.json."""
-        count = self.count
-        self.journal["all_read"] = True
-        count["rows"], count["left_over"] = divmod(count["tokens"], seq_len - 1)
-        count["val_rows"] = count["val_tokens"] // (seq_len - 1)
-        count["kept_share"] = count["kept"] / max(1, count["kept"] + count["filtered"])
-        if not count["rows"]:
-            few = f"{count['tokens']} tokens are fewer than one row of {seq_len}"
-            sys.exit(f"{few}: give more text, or --filter_ratio=0")
-        if not count["val_rows"]:
-            few = f"less than one row was held out of {count['read']} documents"
-            larger = f"--val_share={min(0.5, 10 * val_share):g} --val_tokens={10 * val_tokens}"
-            sys.exit(f"{few} (blank lines end them): type {larger}, or give more text")
-
-        self.flush()
-        self.join_buckets()
-        rows, _ = pack([self.read("held_out-tokens", np.uint16)], seq_len)
-        # A generator of its own: val.bin depends on nothing but the held-out documents.
-        shuffled = np.random.default_rng(0).permutation(rows)
-        (self.folder / "val.bin").write_bytes(shuffled)
-        return count
+def finish_counts(count):
+    """Complete the counts of meta.json; exits where there is too little for a row."""
+    count["rows"], count["left_over"] = divmod(count["tokens"], seq_len - 1)
+    count["val_rows"] = count["val_tokens"] // (seq_len - 1)
+    count["kept_share"] = count["kept"] / max(1, count["kept"] + count["filtered"])
+    if not count["rows"]:
+        few = f"{count['tokens']} tokens are fewer than one row of {seq_len}"
+        sys.exit(f"{few}: give more text, or --filter_ratio=0")
+    if not count["val_rows"]:
+        few = f"less than one row was held out of {count['read']} documents"
+        larger = f"--val_share={min(0.5, 10 * val_share):g} --val_tokens={10 * val_tokens}"
+        sys.exit(f"{few} (blank lines end them): type {larger}, or give more text")
 
 
 def sample_of(path, number, limit, folder):
-    """Texts of about limit characters from a file. What comes from the Hub is kept in folder."""
+    """Texts of about limit characters from a file. What comes from the Hub is kept in folder.
+
+    A file that breaks off ends all, or, with accept_partial, gives what stands before."""
     kept = folder / f"sample-{number:05}.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    texts = (text for text, _ in sources.read_texts(path, text_column))
-    texts = list(up_to(limit, texts))
+    texts = []
+    try:
+        for text in up_to(limit, (text for text, _ in sources.read_texts(path, text_column))):
+            texts.append(text)
+    except Exception as e:  # whatever the readers raise
+        if not accept_partial or isinstance(e, sources.Silence):  # nor would the other files come
+            sys.exit(f"could not read {path} ({explain(e)}): {AGAIN}")
+        tell(f"WARNING: the vocabulary lacks a part of {path}: {explain(e)}")
+        return texts
     if path.startswith(HUB):
         safety.write_text(kept, json.dumps(texts))
     return texts
@@ -550,18 +440,12 @@ def make_vocabulary(files, share, folder):
         size = share[name] * vocab_sample_mb * 10**6
         chosen = paths
         if paths[0].startswith(HUB):  # the first may be the oldest: take some from many
-            chosen = [
-                paths[i] for i in np.linspace(0, len(paths) - 1, min(len(paths), SHARDS), dtype=int)
-            ]
+            places = np.linspace(0, len(paths) - 1, min(len(paths), SHARDS), dtype=int)
+            chosen = [paths[i] for i in places]
         some = []
         for path in chosen:
             number += 1
-            try:
-                some += sample_of(path, number, size // len(chosen), folder)
-            except Exception as e:
-                if not accept_partial:
-                    sys.exit(f"could not read {path} ({explain(e)}): {AGAIN}")
-                tell(f"WARNING: the vocabulary lacks {path}: {explain(e)}")
+            some += sample_of(path, number, size // len(chosen), folder)
         if not some:
             sys.exit(f"no text in {name}: give other text")
         texts += some
@@ -570,7 +454,7 @@ def make_vocabulary(files, share, folder):
 
 
 def begin_folder(goal, wanted):
-    """(DATA_DIR.partial, its journal), or no journal where nothing was begun with these settings.
+    """(DATA_DIR.folder, its journal), or no journal where nothing was begun with these settings.
 
     Exits if goal is finished or cannot be written. Foreign files are never deleted."""
     meta = goal / "meta.json"
@@ -592,26 +476,26 @@ def begin_folder(goal, wanted):
     if goal.exists() and (not goal.is_dir() or any(goal.iterdir())):
         sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
 
-    partial = Path(f"{goal.absolute()}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    for path in partial.iterdir():
+    folder = Path(f"{goal.absolute()}.partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
         if not any(map(path.match, OURS)):
             sys.exit(f"{path} was not written by prepare.py: move it away first")
     for name in ("meta.json", "journal.json"):  # with meta.json all is there but the new name
-        if (partial / name).exists():
-            have, _ = read_settings(partial / name, partial)
-            journal = json.loads((partial / name).read_text())
+        if (folder / name).exists():
+            have, _ = read_settings(folder / name, folder)
+            journal = json.loads((folder / name).read_text())
             if have == wanted:
-                return partial, journal
+                return folder, journal
             if journal["counts"]["read"]:
                 other = differences(have, wanted)
-                was = f"{partial} was begun with {other}"
+                was = f"{folder} was begun with {other}"
                 sys.exit(f"{was}: give that to go on, delete it, or choose another --data_dir")
-    if any(partial.iterdir()):
-        print(f"removing {partial}, the leftover of a run that did not finish")
-    shutil.rmtree(partial)
-    partial.mkdir()
-    return partial, {}
+    if any(folder.iterdir()):
+        print(f"removing {folder}, the leftover of a run that did not finish")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return folder, {}
 
 
 def read_settings(path, folder):
@@ -629,11 +513,7 @@ def differences(have, wanted):
     return ", ".join(f"{k}={have.get(k)!r:.40}" for k in names if have.get(k) != wanted.get(k))
 
 
-def write_journal(partial, journal):
-    safety.write_text(partial / "journal.json", json.dumps(journal, indent=1))
-
-
-def begin_journal(partial, wanted, found):
+def begin_journal(folder, wanted, found):
     """The journal of a run that has read nothing yet; asks the Hub for its data sets' files."""
     files = {}
     for name, paths in found.items():
@@ -642,7 +522,7 @@ def begin_journal(partial, wanted, found):
             try:
                 files[name] = sources.hub_files(name)
             except Exception as e:
-                partial.rmdir()
+                folder.rmdir()
                 sys.exit(f"could not read {name} ({explain(e)})")
     journal = {
         "settings": wanted,
@@ -657,26 +537,26 @@ def begin_journal(partial, wanted, found):
         "rng": np.random.default_rng(0).bit_generator.state,
         "sizes": {},  # {file: bytes}
     }
-    write_journal(partial, journal)
+    write_journal(folder, journal)
     return journal
 
 
-def finish_folder(partial, goal, meta):
+def finish_folder(folder, goal, meta):
     """Bring all files to the disk, write meta.json with their checksums, rename the folder."""
-    if not (partial / "meta.json").exists():
+    if not (folder / "meta.json").exists():
         meta["sha256"] = {}
         for name in ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin"):
-            with open(partial / name, "r+b") as f:
+            with open(folder / name, "r+b") as f:
                 meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
                 os.fsync(f.fileno())
-        safety.write_text(partial / "meta.json", json.dumps(meta, indent=2))
+        safety.write_text(folder / "meta.json", json.dumps(meta, indent=2))
     whole = {"meta.json", *meta["sha256"]}
-    for path in sorted(partial.iterdir()):
+    for path in sorted(folder.iterdir()):
         if path.name not in whole:
             path.unlink()
     if goal.exists():
         goal.rmdir()  # it is empty, as begin_folder() saw
-    os.rename(partial, goal)
+    os.rename(folder, goal)
 
 
 def share_read(files, share, places, count):
@@ -747,11 +627,11 @@ class Forecast:
         return tokens
 
 
-def read_all(files, share, partial):
+def read_all(files, share, so_far):
     """Read, tokenize and write rows until the text ends, or a limit; a journal is kept."""
     from tqdm import tqdm
 
-    journal, count = partial.journal, partial.count
+    journal, count = so_far.journal, so_far.count
     state = {name: copy.deepcopy(journal[name]) for name in ("places", "errors")}
     if not accept_partial:
         state["errors"].clear()  # it is tried again
@@ -760,11 +640,11 @@ def read_all(files, share, partial):
     spent = {"tokenizing": 0.0}
     forecast = Forecast(spent)
     batches = in_batches(in_turns(files, share, state), state)
-    encoded = encode_all(batches, partial.folder / "tokenizer.json", spent)
+    encoded = encode_all(batches, so_far.folder / "tokenizer.json", spent)
     look = {"unit": " tokens", "unit_scale": True, "desc": "tokenizing", "disable": None}
     with tqdm(initial=count["tokens_read"], **look) as bar, contextlib.closing(encoded):
         for number, (documents, state_behind) in enumerate(encoded):
-            partial.add(documents)
+            take(documents, so_far)
             journal |= state_behind
             bar.update(count["tokens_read"] - bar.n)
             if limit_reached(count):
@@ -776,11 +656,11 @@ def read_all(files, share, partial):
                 forecast.begin(count)
             if forecast.is_due():
                 part = share_read(files, share, journal["places"], count)
-                bar.total = forecast.say(part, count, partial.folder)
-            if partial.is_due():
-                partial.save()
+                bar.total = forecast.say(part, count, so_far.folder)
+            if so_far.is_due():
+                so_far.save()
     if journal["errors"] and not accept_partial:
-        partial.save()
+        so_far.save()
         path = next(iter(journal["errors"]))
         sys.exit(f"{path} could not be read to its end: {AGAIN}")
 
@@ -850,10 +730,17 @@ def main():
             make_vocabulary(files, share, folder)
             journal["has_vocabulary"] = True
             write_journal(folder, journal)
-        partial = Partial(folder, journal, Tokenizer(folder / "tokenizer.json"))
+        tokenizer = Tokenizer(folder / "tokenizer.json")
+        # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
+        full_stop = tokenizer.encoding.encode_single_token(".")
+        first = full_stop if order == "curriculum" else None
+        so_far = Partial(folder, journal, seq_len, first)
         if not journal["all_read"]:
-            read_all(files, share, partial)
-        count = partial.finish()
+            read_all(files, share, so_far)
+            journal["all_read"] = True
+        count = so_far.count
+        finish_counts(count)
+        so_far.finish()
         count["unread_files"] = len(journal["errors"])
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
         meta |= {"filter_threshold": filter_threshold(), "complete": not journal["errors"]}

@@ -1,5 +1,6 @@
 """Scripts as a user runs them: the files they leave, a clock that holds, a resume like no stop."""
 
+import gzip
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import ROOT, SMALL_MODEL, last_line, put, script
+from conftest import ROOT, SMALL_DATA, SMALL_MODEL, last_line, put, script
 from safetensors.torch import load_file
 
 from nanocram import record
@@ -367,3 +368,18 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, data_dir):
     (tmp_path / "file").write_text("x")
     done = run_train(tmp_path / "file" / "out", data_dir, max_steps=2)
     assert done.returncode == 1 and str(tmp_path / "file") in last_line(done)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_part_of_its_text_says_so(tmp_path, corpus):
+    """A gzip file that breaks off, accepted: the first lines of train.py and the model card."""
+    whole = gzip.compress(corpus.read_bytes())
+    (tmp_path / "broken.txt.gz").write_bytes(whole[: len(whole) * 3 // 4])
+    settings = SMALL_DATA | {"source": tmp_path / "broken.txt.gz", "data_dir": tmp_path / "data"}
+    done = script("prepare.py", accept_partial=True, **settings)
+    assert done.returncode == 0, done.stdout
+    done = run_train(tmp_path / "out", tmp_path / "data", max_steps=2, evals=1)
+    assert done.returncode == 0, done.stdout
+    before_training = done.stdout[: done.stdout.index("held-out loss")]
+    assert f"{tmp_path / 'data'} holds a part of its text" in before_training
+    assert "1 files of it that could not be read" in (tmp_path / "out/README.md").read_text()

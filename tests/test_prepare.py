@@ -22,9 +22,11 @@ from transformers import AutoTokenizer
 
 import prepare as module
 import train
+from nanocram import partial
+from nanocram.partial import pack
 from nanocram.sources import HubFile, split_documents
 from nanocram.tokenizer import CLS, SEP, Tokenizer
-from prepare import pack, text_hash
+from prepare import text_hash
 
 FILES = ("tokenizer.json", "train.bin", "val.bin")
 
@@ -134,9 +136,9 @@ def test_other_processes_tokenize_alike(tmp_path, corpus, prepare, data_dir, mon
 def test_how_much_is_taken_at_a_time_changes_nothing(tmp_path, corpus, prepare, monkeypatch, order):
     prepare(tmp_path / "whole", corpus, order=order)
     monkeypatch.setattr(module, "BATCH", 9000)
-    monkeypatch.setattr(module, "CHUNK", 3000)
-    monkeypatch.setattr(module, "SAVE_EVERY", 0.0)
-    monkeypatch.setattr(module, "MOVED", 20000)
+    monkeypatch.setattr(partial, "CHUNK", 3000)
+    monkeypatch.setattr(partial, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(partial, "MOVED", 20000)
     prepare(tmp_path / "pieces", corpus, order=order)
     assert same(tmp_path / "whole", tmp_path / "pieces")
 
@@ -429,16 +431,15 @@ def test_the_vocabulary_is_trained_on_every_source(tmp_path, prepare):
 def test_the_share_that_was_read(tmp_path, prepare, two_sources, monkeypatch, weights):
     """What a run foresees half-way is about what there is in the end."""
     foreseen = []
-    add = module.Partial.add
+    take = module.take
 
-    def note(partial, documents):
-        add(partial, documents)
-        files, count = partial.journal["files"], partial.count
-        share = module.share_read(files, module.shares(files), partial.journal["places"], count)
+    def note(documents, so_far):
+        take(documents, so_far)
+        files, count = so_far.journal["files"], so_far.count
+        share = module.share_read(files, module.shares(files), so_far.journal["places"], count)
         foreseen.append(count["characters_read"] / share if share else 0)
 
-    put(monkeypatch, module, BATCH=5000)
-    monkeypatch.setattr(module.Partial, "add", note)
+    put(monkeypatch, module, BATCH=5000, take=note)
     source = f"{two_sources}/a.txt,{two_sources}/b?.jsonl"
     count = prepare(tmp_path / "out", source, weights=weights, threads=1)["counts"]
     half = len(foreseen) // 2

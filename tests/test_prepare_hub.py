@@ -22,12 +22,12 @@ SLOW = pytest.mark.slow  # each run of prepare.py imports for seconds
 FILES = ("tokenizer.json", "train.bin", "val.bin")
 # Everything is small, so that a small data set is many blocks, batches and journals.
 SMALL = {"sources.BLOCK": 20000, "prepare.BATCH": 20000, "prepare.ALONE": 3}
-SMALL |= {"prepare.SAVE_EVERY": 0.02, "prepare.CHUNK": 20000, "prepare.MOVED": 50000}
+SMALL |= {"partial.SAVE_EVERY": 0.02, "partial.CHUNK": 20000, "partial.MOVED": 50000}
 SCRIPT = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import prepare
-from nanocram import safety, sources
+from nanocram import partial, safety, sources
 from nanocram.configurator import configure
 if __name__ == "__main__":
     for name, value in json.loads(sys.argv.pop(1)).items():
@@ -239,9 +239,11 @@ def wait_for_end(pids):
 
 
 @SLOW
-def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, start, expected):
+def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, start, hub, expected):
+    """While it waits for a line that is dead."""
+    break_the_line(hub, lambda: reading_has_begun(tmp_path / "out"), 503)
     process = start(tmp_path / "out")
-    while not reading_has_begun(tmp_path / "out"):
+    while not reading_has_begun(tmp_path / "out") and process.poll() is None:
         time.sleep(0.01)
     children = children_of(process)
     for pid in (process.pid, *children):  # as a terminal does
@@ -250,6 +252,7 @@ def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, start, e
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
     assert last_line(done) == "stopped: the same command goes on"
     wait_for_end(children)
+    hub.fault = None
     done = end_of(start(tmp_path / "out"))
     assert done.returncode == 0, done.stdout
     assert same(tmp_path / "out", expected)
@@ -329,7 +332,7 @@ def test_memory_does_not_grow_with_a_parquet_file(tmp_path, start, hub, texts, w
                 blobs = [os.urandom(35000) for _ in some]
                 file.write_table(pyarrow.table({"blob": blobs, "text": some}))
     source = {"files": path, "hub": "some/large"}[where]
-    ordinary = {"sources.BLOCK": 8 << 20, "prepare.BATCH": 1 << 18, "prepare.CHUNK": 1 << 20}
+    ordinary = {"sources.BLOCK": 8 << 20, "prepare.BATCH": 1 << 18, "partial.CHUNK": 1 << 20}
     process = start(tmp_path / "out", source, ordinary, vocab_sample_mb=5)
     seen = []
     while process.poll() is None:

@@ -3,45 +3,37 @@
     python bench.py                                                    # train.py's defaults
     python bench.py config/tiny.py --profile=True                      # the dearest operators too
     python bench.py config/crammed.py --micro_batch=16 --compare=True  # beside transformers' models
-    python bench.py config/offload.py --n_layer=8 --compare=True       # beside others' host offload
+    python bench.py config/offload.py --n_layer=8                      # streamed from host memory
 
 Every setting of train.py is one here too. Where data_dir is not prepared, random tokens do.
 A figure is a median, with the range of the middle 80 % behind it.
 """
 
-import functools
-import gc
-import math
-import os
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from nanocram.configurator import configure, require
 
 # fmt: off
-compare = False            # also measure what others have: transformers' models, host offload
+compare = False            # also measure the models of transformers, at the same sizes
 profile = False            # also print the dearest operators, and write a trace of three steps
 trace = "out/trace.json"   # for chrome://tracing or ui.perfetto.dev
 bench_steps = 20           # optimiser steps to measure, after the warm-up
 # fmt: on
 
-TRAIN = {}  # the settings of train.py
-# Before the heavy imports, so that --help and a typo are answered at once.
-if __name__ == "__main__":
-    TRAIN = configure(globals(), also="train.py")
-
 import torch
-import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
 
 import train
-from model import MaskedLM, ModelConfig, make_loss, mixed_precision
-from nanocram import machine, parallel, safety
+from model import MaskedLM, make_loss, mixed_precision
+
+SETTINGS = configure(globals(), also=train)
+
+from nanocram import fit, machine, safety
 from nanocram.data import IGNORE, Rows, load_meta
-from nanocram.model_folder import folder_config
-from nanocram.offload import Streamed
+from nanocram.model_folder import NATIVE, folder_config
 from nanocram.tokenizer import SPECIAL
 
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # the rest is BERT-base's
@@ -52,39 +44,35 @@ ROUNDS = 5  # of a comparison: rivals take turns, so that other work on the mach
 MIDDLE = 0.5
 
 
-class RandomRows:
-    """Rows of random tokens, in place of data.Rows.
+class RandomRows(Rows):
+    """Rows of random tokens.
 
     By Zipf's law with Mandelbrot's offset. Sums into few rows of the embeddings' gradient wait for
     each other on a GPU; tokens drawn evenly would hide that. Of 190 MB of text in 4,096 entries the
     ten commonest are 20.4 %, by this law 19.8 %."""
 
-    def __init__(self):
-        ranks = 1 + torch.arange(train.vocab_size - len(SPECIAL))
-        self.frequencies = 1 / (ranks + 2.7)
-
     def read(self, start, n):
-        ranks = torch.multinomial(self.frequencies, n * train.seq_len, replacement=True)
-        return len(SPECIAL) + ranks.view(n, train.seq_len)
+        ranks = 1 + torch.arange(self.vocab_size - len(SPECIAL))
+        frequencies = 1 / (ranks + 2.7)
+        drawn = torch.multinomial(frequencies, n * self.seq_len, replacement=True)
+        return len(SPECIAL) + drawn.view(n, self.seq_len)
 
 
 def new_run():
-    """A train.Run on rows of data_dir, or random ones, with a clock that never ends it."""
+    """A train.Run on rows of data_dir, or random ones."""
     config = train.check_settings()
     dev, amp_dtype = machine.pick(train.device, train.dtype)
+    train.check_device(dev)
     folder = Path(train.data_dir)
+    shape = train.seq_len, train.vocab_size, dev
     if (folder / "meta.json").exists():
         meta = load_meta(folder, vocab_size=train.vocab_size, seq_len=train.seq_len)
-        path = folder / "train.bin"
-        count = meta["counts"]["rows"]
-        rows = Rows(path, count, train.seq_len, train.vocab_size)
+        rows = Rows(folder / "train.bin", meta["counts"]["rows"], *shape)
     else:
         print(f"data         {folder} is not prepared: rows of random tokens")
         meta = {}
-        rows = RandomRows()
-    run = train.Run(config, meta, rows, dev, amp_dtype)
-    run.clock = train.Clock(run.state, math.inf, 0)
-    return run
+        rows = RandomRows("", 1, *shape)
+    return train.build(config, meta, rows, dev, amp_dtype)
 
 
 def median_and_range(values, form=",.0f"):
@@ -93,39 +81,41 @@ def median_and_range(values, form=",.0f"):
     return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
 
 
-def train_step(run, n_micro=1):
-    """One optimiser step of so many micro-batches."""
-    n_rows = n_micro * train.micro_batch
-    total_loss = train.accumulate(run, n_rows, train.mask_count(MIDDLE))
-    train.update(run, total_loss, train.lr_scale(MIDDLE))
-    run.state.step += 1
-    run.state.row += n_rows
+def step_of(run, micro_batches):
+    """One optimiser step of so many micro-batches, at a moment when all rates are above 0."""
+    vars(train).update(batch_ramp=0.0, batch_size=micro_batches * run.state.micro_batch)
+    train.train_step(run, MIDDLE)
 
 
-def measure_speed(run):
+def measure_speed(run, flops_per_token):
     """Print the first step, tokens/s and MFU; returns (seconds of a step, its micro-batches)."""
     dev = run.device
-    rows = run.rows.read(0, train.micro_batch)
-    start_seconds, _ = machine.timed(dev, train.compile_and_fit, run, rows)
-    first, *others = [machine.timed(dev, train_step, run)[0] for _ in range(4)]
-    first += start_seconds
-    print(f"first step   {first:.1f} s, {start_seconds:.1f} s of it to compile and fit in memory")
+    full_batch = train.batch_size
+    held_out_rows = run.rows.read(0, train.micro_batch)
+
+    def rehearse():
+        train.rehearse(run, held_out_rows)
+
+    signals = safety.Signals()  # nobody asks it
+    setup_seconds, _ = machine.timed(dev, fit.compile_and_fit, run, rehearse, False, signals)
+    first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
+    first += setup_seconds
+    print(f"first step   {first:.1f} s, {setup_seconds:.1f} s of it to compile and fit in memory")
 
     # Steps of about 2 s, or less, between two measurements of the yardstick.
-    in_a_batch = train.batch_size // train.micro_batch
-    n_micro = max(1, min(in_a_batch, int(2 / min(others))))
-    n_rows = n_micro * train.micro_batch
+    n_micro = max(1, min(full_batch // run.state.micro_batch, int(2 / min(others))))
+    n_rows = n_micro * run.state.micro_batch
     limit = machine.matmul_rate(dev, run.amp_dtype)
     n_steps = DISCARDED + bench_steps
-    seconds = [machine.timed(dev, train_step, run, n_micro)[0] for _ in range(n_steps)]
+    seconds = [machine.timed(dev, step_of, run, n_micro)[0] for _ in range(n_steps)]
     seconds = seconds[DISCARDED:]
     limit = max(limit, machine.matmul_rate(dev, run.amp_dtype))
 
     speeds = [n_rows * train.seq_len / s for s in seconds]
-    flops = statistics.median(speeds) * run.flops_per_token
+    flops = statistics.median(speeds) * flops_per_token
     print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} rows")
     # The fewer rows a step has, the larger is the update's share, which counts as no FLOPs.
-    batch = f"at {n_rows} rows a step (batch_size={train.batch_size})"
+    batch = f"at {n_rows} rows a step (a full batch has {full_batch})"
     yardstick = f"{limit / 1e12:.3g} TFLOP/s, a large product's here"
     print(f"MFU          {flops / limit:.1%} of {yardstick}, {batch}")
     promised = machine.datasheet_rate(machine.describe(dev)["device"])
@@ -137,7 +127,9 @@ def measure_speed(run):
 
 
 def measure_parts(run):
-    """Print where the time goes, each part waited for; returns the seconds of an update."""
+    """Print where the time of a step of one micro-batch goes, each part waited for.
+
+    Returns the seconds of an update: what a whole step takes beyond the other parts."""
     ms = {"data": [], "forward": [], "backward": [], "update": []}
 
     def timed(part, work, *args):
@@ -147,13 +139,16 @@ def measure_parts(run):
 
     n_predict = train.mask_count(MIDDLE)
     for i in range(1, bench_steps + 1):
-        row = run.state.row + i * train.micro_batch
+        row = run.state.row + (i + 1) * run.state.micro_batch
         batch = timed("data", train.batch_at, run, row, n_predict)
-        loss = timed("forward", run.loss_fn, *batch) / (train.micro_batch * n_predict)
+        loss = timed("forward", run.loss_fn, *batch)
         timed("backward", run.scaler.scale(loss).backward)
-        timed("update", train.update, run, loss.detach(), train.lr_scale(MIDDLE))
+        run.model.zero_grad()
+        timed("update", step_of, run, 1)
+        others = sum(ms[part][-1] for part in ("data", "forward", "backward"))
+        ms["update"][-1] = max(0.0, ms["update"][-1] - others)
     parts = ", ".join(f"{part} {median_and_range(values, '.3g')}" for part, values in ms.items())
-    print(f"time in ms   {parts}; all but the update every {train.micro_batch} rows")
+    print(f"time in ms   {parts}; all but the update every {run.state.micro_batch} rows")
     return statistics.median(ms["update"]) / 1e3
 
 
@@ -168,7 +163,7 @@ def measure_memory(run):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run.loss_fn(*train.batch_at(run, 0, train.mask_count(0))).backward()
-    per_row = (torch.cuda.max_memory_allocated() - before) / train.micro_batch
+    per_row = (torch.cuda.max_memory_allocated() - before) / run.state.micro_batch
     run.model.zero_grad()
     card = torch.cuda.get_device_properties(run.device).total_memory
     fits = max(1, int((0.9 * card - before) / per_row))
@@ -176,10 +171,10 @@ def measure_memory(run):
     print(f"             {per_row / 1e6:.2f} MB a row at the peak of a micro-batch: {room}")
 
 
-def steps_in_budget(ramp, micro_seconds, update_seconds):
+def steps_in_budget(ramp, micro_batch, micro_seconds, update_seconds):
     """(steps, tokens) that the budget holds; ramp: rows of a step at evenly spread moments."""
     share = train.budget_hours * 3600 / len(ramp)
-    row_seconds = micro_seconds / train.micro_batch
+    row_seconds = micro_seconds / micro_batch
     steps = [share / (n_rows * row_seconds + update_seconds) for n_rows in ramp]
     rows = sum(count * n_rows for count, n_rows in zip(steps, ramp, strict=True))
     return sum(steps), rows * train.seq_len
@@ -189,7 +184,7 @@ def print_dearest(run):
     """Print the ten operators that three steps spend most of their time in; write the trace."""
     with torch.profiler.profile() as profiler:
         for _ in range(3):
-            train_step(run)
+            step_of(run, 1)
     profiler.export_chrome_trace(trace)
     events = profiler.key_averages()
     order = "self_cpu_time_total"
@@ -210,30 +205,25 @@ class Rival:
         self.name = name
         self.loss_fn = loss_fn
         self.mode = "eager"
-        self.backward = torch.Tensor.backward
         self.model = model.train()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.speeds = []  # tokens/s
 
     def step(self, batch):
-        self.backward(self.loss_fn(*batch))
+        self.loss_fn(*batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def rivals(dev, amp_dtype):
     """The models of a comparison: a ModernBERT of ours with the sizes that are set, first."""
-    sizes = ("vocab_size", "max_seq_len", "n_layer", "n_head", "n_embd", "n_inner")
-    native = ModelConfig(**{name: getattr(train, name) for name in sizes})
-    if train.offload:
-        yield from offload_rivals(native, dev, amp_dtype)
-        return
     import transformers as hf
 
-    native.head_transform = True  # theirs always compute one
+    # Theirs always compute a head.
+    native = replace(train.model_config(), **NATIVE, head_transform=True, n_narrow=0)
     model = MaskedLM(native).to(dev)
-    yield Rival("nanocram, a ModernBERT", model, mean_loss(model, dev, amp_dtype))
+    yield Rival("nanocram, a ModernBERT", model, make_mean_loss(model, dev, amp_dtype))
 
     def theirs(name, model):
         def loss_fn(ids, positions, labels, all_labels):
@@ -250,63 +240,16 @@ def rivals(dev, amp_dtype):
     yield theirs("BERT-base", hf.BertForMaskedLM(bert))
 
 
-def mean_loss(model, dev, amp_dtype):
+def make_mean_loss(model, dev, amp_dtype):
     """The loss of a Rival from a MaskedLM, or what wraps it."""
     summed = make_loss(model, dev, amp_dtype)
     return lambda ids, positions, labels, *_: summed(ids, positions, labels) / labels.numel()
 
 
-def offload_rivals(config, dev, amp_dtype):
-    """A model kept in host memory: by nanocram/offload.py, torch's fully_shard, deepspeed."""
-    # Half a second, which nothing else has to wait for.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
-    model = MaskedLM(config)
-    streamed = Streamed(model, dev, amp_dtype, sums_stay=False)  # a step is one micro-batch here
-    ours = Rival("nanocram, streamed", model, mean_loss(model, dev, amp_dtype))
-    ours.optimizer.register_step_pre_hook(lambda *step: streamed.collect())
-    yield ours
-
-    # Both others ask for a process group, be it of one, and have no checkpoints of their own.
-    on_gpu = dev.type == "cuda"
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(dev.type, (1,))
-    policy = CPUOffloadPolicy(pin_memory=on_gpu)
-    sharded = MaskedLM(config)
-    other = MaskedLM(config)
-    for block in (*sharded.model.layers, *other.model.layers):
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    for module in (*sharded.model.layers, sharded):
-        fully_shard(module, mesh=mesh, offload_policy=policy)
-    yield Rival("torch, fully_shard", sharded, mean_loss(sharded, dev, amp_dtype))
-
-    try:
-        import deepspeed
-    except ImportError:
-        print("\ndeepspeed is not installed: its row is left out")
-        return
-    on_host = {"device": "cpu", "pin_memory": on_gpu}
-    settings = {
-        "zero_optimization": {"stage": 3, "offload_param": on_host, "offload_optimizer": on_host},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "bf16": {"enabled": amp_dtype == torch.bfloat16},
-        "train_micro_batch_size_per_gpu": train.micro_batch,
-    }
-    os.environ.setdefault("LOCAL_RANK", "0")  # it wants to have been started by a launcher
-    engine, *_ = deepspeed.initialize(model=other, config=settings)
-    theirs = Rival("deepspeed, ZeRO-3", other, mean_loss(engine, dev, amp_dtype))
-    theirs.parameters = ours.parameters  # its own are empty between steps
-    theirs.backward = engine.backward
-    theirs.optimizer = engine
-    yield theirs
-
-
 def warm_up(rival, batch, dev):
     """Take its first steps, eager and compiled, and keep the faster; whether it runs at all."""
     loss_fns = {"eager": rival.loss_fn}
-    if train.compile and not train.offload:
+    if train.compile:
         loss_fns["compiled"] = torch.compile(rival.loss_fn)
     seconds = {}
     for mode, loss_fn in loss_fns.items():
@@ -351,7 +294,6 @@ def compare_models(batch, dev, amp_dtype):
 
 
 def main():
-    vars(train).update(TRAIN)
     require(globals(), {"bench_steps": (2, 10**6)})
     if profile:
         Path(trace).absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -359,16 +301,18 @@ def main():
     facts = machine.describe(run.device)
     versions = f"{facts['threads']} threads, torch {facts['torch']}, {run.amp_dtype}"
     print(f"machine      {facts['device']}, {versions}")
-    n_parameters = sum(weight.numel() for weight in run.weights.values())
-    mflop = run.flops_per_token / 1e6
+    n_parameters = sum(weight.numel() for weight in run.model.parameters())
+    mean_positions = statistics.mean(run.padded_counts)
+    flops_per_token = run.model.flops_per_token(train.seq_len, mean_positions)
+    mflop = flops_per_token / 1e6
     print(f"model        {n_parameters:,} parameters, {mflop:,.2f} MFLOP a token")
 
-    step_seconds, n_micro = measure_speed(run)
+    ramp = [train.batch_rows(i / 1000) for i in range(1000)]
+    step_seconds, n_micro = measure_speed(run, flops_per_token)
     update_seconds = measure_parts(run)
     measure_memory(run)
-    ramp = [train.batch_rows(i / 1000) for i in range(1000)]
     micro_seconds = (step_seconds - update_seconds) / n_micro
-    steps, tokens = steps_in_budget(ramp, micro_seconds, update_seconds)
+    steps, tokens = steps_in_budget(ramp, run.state.micro_batch, micro_seconds, update_seconds)
     holds = f"{train.budget_hours:g} hours: {steps:,.0f} steps, {tokens / 1e6:,.1f}M tokens"
     if run.meta:
         holds += f", {tokens / train.seq_len / run.rows.count:.2f} epochs"
@@ -378,12 +322,10 @@ def main():
     if profile:
         print_dearest(run)
     if compare:
-        batch = train.batch_at(run, 0, run.mask_counts[-1])
+        batch = train.batch_at(run, 0, run.padded_counts[-1])
         dev, amp_dtype = run.device, run.amp_dtype
-        del run  # and its memory: an offloaded model goes round in a circle
-        gc.collect()
+        del run  # and its memory
         compare_models(batch, dev, amp_dtype)
-        parallel.leave()
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@
     done; wait                                                          # five at once, on a GPU
 
 The protocol is that of arXiv 2212.14034, section 5; docs/how_it_works.md says where it is not. The
-model's folder gets glue.md, the table, and glue.json, every seed's scores; after a stop the same
-command does what is not in there yet. Steps this small should leave a GPU waiting, so that there
+model's folder gets glue.md, the table, and glue.jsonl, a line a run; after a stop the same command
+does what is not in there yet. Steps this small should leave a GPU waiting, so that there
 five processes share out the seeds; on a CPU they would fight for the cores.
 """
 
@@ -33,7 +33,6 @@ first_seed = 0             # number of the first one: other processes may do oth
 epochs = 5                 # passes over a task's training data
 baseline = ""              # instead: scratch (not pre-trained) | hf:PATH_OR_NAME | hf:…-untrained
 save_models = False        # keep the classifier of each task's seed 0, as MODEL/TASK
-predict_test = False       # write the files for gluebenchmark.com too; does runs without them anew
 glue_batch = 16            # rows per optimiser step
 glue_lr = 4e-5             # peak learning rate of AdamW
 glue_warmup = 0.1          # share of the steps in which it rises
@@ -50,9 +49,7 @@ device = "auto"            # auto | cuda | mps | cpu
 dtype = "auto"             # auto | bfloat16 | float16 | float32: of the matrix products
 # fmt: on
 
-# Before the heavy imports, so that --help and a typo are answered at once.
-if __name__ == "__main__":
-    configure(globals())
+SETTINGS = configure(globals())  # before the heavy imports, so that --help is quick
 
 import numpy as np
 import torch
@@ -209,7 +206,6 @@ def hugging_face_candidate(name):
 def tokenised(candidate, task, split):
     """What Ragged takes, of a split, and "source", a fingerprint of it; exits like glue.read."""
     texts, labels = glue.read(task, split, glue_dir)
-    labels = np.zeros(0) if labels is None else labels
     rows = list(candidate.encode(texts))
     return {
         "ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
@@ -221,51 +217,29 @@ def tokenised(candidate, task, split):
 
 
 def read_tasks(candidate, names):
-    """{task: {split, or file of a submission: arrays}}; exits like glue.read."""
+    """{task: {split: arrays}}; exits like glue.read."""
     result = {}
     for name in tqdm(names, desc="reading", leave=False, disable=None):
-        result[name] = {}
-        for key, (task, split) in glue.parts(name, predict_test).items():
-            if task == "ax" and glue_dir and not glue.official_file(task, split, glue_dir):
-                print(f"{key} is left out: there is no AX/{split}.tsv in {glue_dir}")
-                continue
-            result[name][key] = tokenised(candidate, task, split)
-            n_rows = len(result[name][key]["length"])
-            official = glue.WITH_AX[task].rows[split]
-            if key in glue.SUBMISSION and n_rows != official:
-                print(f"{key} will have {n_rows:,} rows, the leaderboard wants {official:,}")
+        splits = glue.TASKS[name].rows
+        result[name] = {split: tokenised(candidate, name, split) for split in splits}
     return result
 
 
-class Progress:
-    """How far all fine-tunings are: a bar on a terminal, elsewhere a line every few minutes.
+def progress_bar(data, todo, batch, dev):
+    """A bar over all fine-tunings; on a terminal it moves, elsewhere it prints every few minutes.
 
-    It counts what costs: tokens on a CPU, but steps on a GPU, where a step costs its launches.
-    lengths: of the training rows, for each fine-tuning."""
-
-    def __init__(self, lengths, batch, dev):
-        self.by_tokens = dev.type == "cpu"
-        tokens = sum(int(length.sum()) for length in lengths)
-        steps = sum(max(1, len(length) // batch) for length in lengths)
-        unit, once = (" tokens", tokens) if self.by_tokens else (" steps", steps)
-        self.form = {"unit": unit, "unit_scale": True}
-        self.bar = tqdm(total=epochs * once, disable=None, smoothing=0.02, **self.form)
-        self.done = 0
-        self.started = self.told = time.monotonic()
-
-    def tick(self, tokens):
-        """Count a step of so many tokens."""
-        count = tokens if self.by_tokens else 1
-        self.done += count
-        self.bar.update(count)
-        now = time.monotonic()
-        if self.bar.disable and now - self.told > LINE_SECONDS:
-            self.told = now
-            so_far = (self.done, self.bar.total, now - self.started)
-            print(tqdm.format_meter(*so_far, ascii=True, **self.form), flush=True)
+    It counts what costs: tokens on a CPU, but steps on a GPU, where a step costs its launches."""
+    lengths = [data[name]["train"]["length"] for name, _ in todo]
+    if dev.type == "cpu":
+        unit, once = " tokens", sum(int(length.sum()) for length in lengths)
+    else:
+        unit, once = " steps", sum(max(1, len(length) // batch) for length in lengths)
+    pause = 0.1 if sys.stderr.isatty() else LINE_SECONDS
+    look = {"unit": unit, "unit_scale": True, "smoothing": 0.02, "mininterval": pause}
+    return tqdm(total=epochs * once, disable=not todo, **look)
 
 
-def lr_share(step, steps):
+def lr_scale(step, steps):
     """Learning rate as a share of its peak: a linear warm-up, then a cosine or line from 1 to 0."""
     warm = int(glue_warmup * steps)
     if step < warm:
@@ -297,7 +271,7 @@ def fine_tune(candidate, net, data, seed, amp_dtype, tick):
     net.train()
     for step, rows in enumerate(batches):
         for group in optimizer.param_groups:
-            group["lr"] = lr * lr_share(step, len(batches))
+            group["lr"] = lr * lr_scale(step, len(batches))
         inputs, labels = data.batch(rows)
         with mixed_precision(dev, amp_dtype):
             outputs = net(*inputs).float()  # (B, n_outputs)
@@ -332,10 +306,9 @@ def predict(net, data, amp_dtype):
 
 def data_facts(splits):
     """What tells the data of a task: rows and fingerprints of its training and dev sets."""
-    labelled = {split: arrays for split, arrays in splits.items() if glue.is_labelled(split)}
     return {
-        "rows": {split: len(arrays["length"]) for split, arrays in labelled.items()},
-        "data": {split: arrays["source"] for split, arrays in labelled.items()},
+        "rows": {split: len(arrays["length"]) for split, arrays in splits.items()},
+        "data": {split: arrays["source"] for split, arrays in splits.items()},
     }
 
 
@@ -356,8 +329,8 @@ def kept_classifier(name):
     return glue.fingerprint(path.read_bytes()) if path.exists() else ""
 
 
-def glue_entry(candidate, dev, amp_dtype):
-    """What glue.json says of a candidate: name with what is not the paper's, weights, protocol."""
+def identity(candidate, dev, amp_dtype):
+    """What a run is of: name with what is not the paper's, fingerprint of the weights, settings."""
     protocol = {key: globals()[key] for key in candidate.paper}
     changed = [f"{k}={value}" for k, value in protocol.items() if value != candidate.paper[k]]
     if amp_dtype != machine.pick(dev.type, "auto")[1]:
@@ -365,33 +338,33 @@ def glue_entry(candidate, dev, amp_dtype):
     return {
         "system": ", ".join([candidate.name, *changed]),
         "weights": candidate.weights,
-        "machine": machine.describe(dev),
-        "protocol": protocol | {"dtype": str(amp_dtype)},
+        "settings": protocol | {"dtype": str(amp_dtype)},
     }
 
 
-def find_finished(entry, data):
-    """{(task, seed): run} of the runs in glue.json that need not be done again, of any seed.
+def stored_runs(who, warn=False):
+    """The runs in glue.jsonl of that identity, in their order."""
+    runs = glue.read_runs(model, warn)
+    return [run for run in runs if all(run[key] == value for key, value in who.items())]
 
-    They are on these data, and what is wanted of their answers and classifier is still on disk."""
+
+def find_finished(who, data):
+    """{(task, seed): run} of the runs in glue.jsonl that need not be done again, of any seed."""
     result = {}
-    for run in glue.stored_runs(model, entry):
+    for run in stored_runs(who, warn=True):
         name, seed = run["task"], run["seed"]
-        if name not in data:
+        if name not in data or run["data"] != data_facts(data[name])["data"]:
             continue
-        same_data = run["data"] == data_facts(data[name])["data"]
-        written = glue.written_answers(data[name], Path(model) / f"submission/seed{seed}")
-        answered = written.items() <= run["predictions"].items()
-        kept = True
+        is_kept = True
         if save_models and seed == 0:
-            kept = kept_classifier(name) == run.get("classifier")
-        if same_data and answered and kept:
+            is_kept = kept_classifier(name) == run.get("classifier")
+        if is_kept:
             result[name, seed] = run
     return result
 
 
 def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, tick):
-    """One task with one seed: a run as in glue.json; its answers to the test sets are written."""
+    """One task with one seed: what a line of glue.jsonl says of it."""
     task = glue.TASKS[name]
     data = {s: Ragged(a, candidate.pad, candidate.two_types, dev) for s, a in splits.items()}
     torch.manual_seed(seed)
@@ -399,17 +372,10 @@ def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, tick):
     run = {"task": name, "seed": seed, "scores": {}, **data_facts(splits)}
     training_set = data.pop("train")
     run |= fine_tune(candidate, net, training_set, seed, amp_dtype, tick)
-
-    # The dev sets are scored; the answers to a test set become a file of the submission.
-    answers = Path(model) / f"submission/seed{seed}"
     for split, rows in data.items():
-        outputs = predict(net, rows, amp_dtype)
-        if split in glue.SUBMISSION:
-            glue.write_answers(answers / split, task, outputs)
-            continue
         # MNLI has two dev sets: the scores of the second have names of their own.
         end = "_mm" if split.endswith("mismatched") else ""
-        scores = glue.score(name, splits[split]["labels"], outputs)
+        scores = glue.score(name, splits[split]["labels"], predict(net, rows, amp_dtype))
         run["scores"] |= {metric + end: value for metric, value in scores.items()}
 
     # With the tokenizer beside it, transformers reads the folder as it is.
@@ -419,7 +385,8 @@ def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, tick):
         for file in ("tokenizer.json", "tokenizer_config.json"):
             safety.write_text(folder / file, (Path(model) / file).read_text("utf-8"))
         run["classifier"] = kept_classifier(name)
-    return run | {"predictions": glue.written_answers(splits, answers)}
+    facts = machine.describe(dev)
+    return run | {key: facts[key] for key in ("date", "device", "threads", "torch", "commit")}
 
 
 def check_settings():
@@ -436,8 +403,8 @@ def check_settings():
         sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
     if save_models and first_seed:
         sys.exit("--save_models keeps the classifiers of seed 0: leave out --first_seed")
-    if baseline and (save_models or predict_test):
-        sys.exit("--save_models and --predict_test are for the model: leave them out or --baseline")
+    if baseline and save_models:
+        sys.exit("--save_models keeps classifiers of the model: leave it out, or --baseline")
     if not Path(model).is_dir():
         sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",")))
@@ -452,7 +419,8 @@ def main():
     folder = Path(model)
     dev, amp_dtype = machine.pick(device, dtype)
     # A folder that cannot be written shows now, not after the first task.
-    glue.results_lock(folder).close()
+    with glue.results_lock(folder):
+        pass
     if save_models:
         for name in names:
             refuse_other(folder / name)
@@ -467,47 +435,45 @@ def main():
 
     # The data, and what has been done with them already.
     data = read_tasks(candidate, names)
-    entry = glue_entry(candidate, dev, amp_dtype)
+    who = identity(candidate, dev, amp_dtype)
     wanted = [(name, seed) for name in data for seed in range(first_seed, first_seed + seeds)]
-    stored = find_finished(entry, data)
+    stored = find_finished(who, data)
     finished = [stored[job] for job in wanted if job in stored]
     if finished:
-        print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.json already")
-        # Stored again, they are glue.json's last: a table is about the data of a task's last run.
-        glue.add_runs(folder, entry, finished)
+        print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.jsonl already")
+        # A table is about the data of a task's last run: where that had others, these come again.
+        last = {run["task"]: run["data"] for run in stored_runs(who)}
+        glue.add_runs(folder, [run for run in finished if run["data"] != last[run["task"]]])
 
     # Each task with each seed. One that diverges does not end the others.
     todo = [job for job in wanted if job not in stored]
-    lengths = [data[name]["train"]["length"] for name, _ in todo]
-    progress = Progress(lengths, candidate.batch, dev)
     failed = []
-    for name, seed in todo:
-        job = f"{name}, seed {seed}"
-        progress.bar.set_description(job)
-        splits = data[name]
-        try:
-            run = fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, progress.tick)
-        except FloatingPointError as e:
-            failed.append(f"{job}: {e}")
-            continue
-        run |= {"date": time.strftime("%Y-%m-%d"), "device": entry["machine"]["device"]}
-        glue.add_runs(folder, entry, [run])
-        scores = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
-        speed = f"{run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s"
-        progress.bar.write(f"{job}: {scores}  ({speed})")
-    progress.bar.close()
+    with progress_bar(data, todo, candidate.batch, dev) as bar:
 
-    # The submission and the table of everything in glue.json. Of processes that end together, each
-    # with seeds of its own, the last one that is let in sees all seeds.
+        def tick(tokens):
+            bar.update(tokens if dev.type == "cpu" else 1)
+
+        for name, seed in todo:
+            job = f"{name}, seed {seed}"
+            bar.set_description(job)
+            try:
+                run = fine_tune_and_score(candidate, name, seed, data[name], dev, amp_dtype, tick)
+            except FloatingPointError as e:
+                failed.append(f"{job}: {e}")
+                continue
+            glue.add_runs(folder, [who | run])
+            scores = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
+            speed = f"{run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s"
+            bar.write(f"{job}: {scores}  ({speed})")
+
+    # The table of everything in glue.jsonl. Of processes that end together, each with seeds of its
+    # own, the last one that is let in sees all seeds.
     with glue.results_lock(folder):
-        if predict_test:
-            stored = find_finished(entry, data)
-            glue.write_submission(folder / "submission", list(stored.values()))
-        results = glue.runs_by_name(folder)
+        results = glue.runs_by_name(glue.read_runs(folder))
         table = glue.table(results)
         print("", *table, *glue.footnotes(results), "", sep="\n")
         record.write_card(folder, table)
-    print(f"{folder}: glue.md (this table, and each score's spread), glue.json")
+    print(f"{folder}: glue.md (this table, and each score's spread), glue.jsonl")
     if failed:
         sys.exit("\n".join(failed))
 

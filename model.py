@@ -1,10 +1,10 @@
 """The whole model: embeddings, transformer blocks, masked-language-model head, classifier head.
 
-    python -c "import model; print(model.MaskedLM(model.ModelConfig()))"
+    python -c "import model, train; print(model.MaskedLM(train.model_config()))"
 
-The default is the paper's size (arXiv 2212.14034) in the form that is natively a ModernBERT (arXiv
-2412.13663), names of modules included. The switches of ModelConfig also make the paper's crammed
-BERT, the original BERT and NarrowBERT.
+As train.py sets it, it is of the paper's size (arXiv 2212.14034) in the form that is natively a
+ModernBERT (arXiv 2412.13663), names of modules included. The switches of ModelConfig also make the
+paper's crammed BERT, the original BERT and NarrowBERT.
 
 Shapes: B rows of T tokens, K of them asked for; C channels in H heads of D; V vocabulary entries.
 """
@@ -19,35 +19,37 @@ from torch import nn
 ROPE_THETA = 10000.0
 CHOICES = {
     "activation": ("geglu", "relu2", "gelu"),
-    "position": ("rope", "sinusoidal", "sinusoidal_fixed", "learned"),
+    "position_embedding": ("rope", "sinusoidal", "sinusoidal_fixed", "learned"),
 }
 
 
 @dataclass
 class ModelConfig:
-    """Sizes and switches of the model; train.py has a global of the same name for each."""
+    """Sizes and switches of the model; train.py says what each is, and has its default.
 
-    vocab_size: int = 32768
-    max_seq_len: int = 512
-    n_layer: int = 16
-    n_narrow: int = 0
-    n_head: int = 12
-    n_embd: int = 768
-    n_inner: int = 1536
-    activation: str = "geglu"
-    position: str = "rope"
-    post_norm: bool = False
-    embedding_norm: bool = True
-    first_attn_norm: bool = False
-    final_norm: bool = True
-    head_transform: bool = False
-    linear_bias: bool = False
-    norm_bias: bool = False
-    decoder_bias: bool = True
-    token_types: int = 0
-    norm_eps: float = 1e-5
-    dropout: float = 0.0
-    zero_init: bool = True
+    A new switch may have its default here: a global of train.py with its name overrides it."""
+
+    vocab_size: int
+    max_seq_len: int
+    n_layer: int
+    n_narrow: int
+    n_head: int
+    n_embd: int
+    n_inner: int
+    activation: str
+    position_embedding: str
+    post_norm: bool
+    embedding_norm: bool
+    first_attn_norm: bool
+    final_norm: bool
+    head_transform: bool
+    linear_bias: bool
+    norm_bias: bool
+    decoder_bias: bool
+    token_types: int
+    norm_eps: float
+    dropout: float
+    zero_init: bool
 
     @property
     def head_bias(self):  # whether the head's dense layer has one: crammed's pooler does
@@ -70,10 +72,8 @@ class ModelConfig:
         if not 0 <= self.n_narrow < self.n_layer:
             wanted = f"between 0 and {self.n_layer - 1}: below n_layer={self.n_layer}"
             raise ValueError(f"n_narrow={self.n_narrow} must lie {wanted}")
-        if not (0 <= self.dropout < 1 and self.norm_eps > 0 and self.token_types >= 0):
-            raise ValueError(
-                "dropout must lie in [0, 1), norm_eps above 0, token_types at 0 or more"
-            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
 
 
 def layer_norm(config):
@@ -109,12 +109,12 @@ class Embeddings(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.n_embd)
-        self.position = config.position
-        if config.position == "learned":
+        self.position_embedding = config.position_embedding
+        if config.position_embedding == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
-        elif config.position != "rope":
+        elif config.position_embedding != "rope":
             # The paper's: a fixed table times a scale. Learnt, it falls to nothing in small models.
-            kind = nn.Parameter if config.position == "sinusoidal" else nn.Buffer
+            kind = nn.Parameter if config.position_embedding == "sinusoidal" else nn.Buffer
             self.position_scale = kind(torch.full((1,), config.n_embd**-0.5))
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
             table = torch.stack((angles.sin(), angles.cos()), dim=-1)  # sin on even, cos on odd
@@ -128,9 +128,9 @@ class Embeddings(nn.Module):
     def forward(self, ids, token_type_ids=None):
         T = ids.shape[1]
         x = self.tok_embeddings(ids)  # (B, T, C)
-        if self.position == "learned":
+        if self.position_embedding == "learned":
             x = x + self.position_embeddings.weight[:T]
-        elif self.position != "rope":
+        elif self.position_embedding != "rope":
             x = x + self.position_scale * self.position_table[:T]
         if self.token_types:
             if token_type_ids is None:
@@ -159,11 +159,11 @@ class Attention(nn.Module):
         B, T, C = x.shape
         return x.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
 
-    def forward(self, x, context, rope, mask, positions):
+    def forward(self, x, context, rope, attn_bias, positions):
         """Vectors x (B, K, C), from positions (B, K) of a row, attend to context (B, T, C).
 
         positions None: x is at all T positions. rope: cos and sin (T, D) in the dtype of queries,
-        or None. mask (B, 1, 1, T), added to the scores: 0, or −inf at padding; or None."""
+        or None. attn_bias (B, 1, 1, T), added to the scores: 0, or −inf at padding; or None."""
         q = self.heads(self.Wq(x))  # (B, H, K, D)
         k = self.heads(self.Wk(context))  # (B, H, T, D)
         v = self.heads(self.Wv(context))
@@ -180,7 +180,7 @@ class Attention(nn.Module):
             q, k, v = q.float(), k.float(), v.float()
         dropout = self.dropout if self.training else 0.0
         with torch.autocast("cpu", enabled=False):
-            y = F.scaled_dot_product_attention(q, k, v, mask, dropout)  # (B, H, K, D)
+            y = F.scaled_dot_product_attention(q, k, v, attn_bias, dropout)  # (B, H, K, D)
         return self.Wo(y.transpose(1, 2).flatten(2))
 
 
@@ -222,20 +222,20 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, mask, context=None, positions=None):
+    def forward(self, x, rope, attn_bias, context=None, positions=None):
         """Without a context, x (B, T, C) attends to itself. With a context (B, T, C), x (B, K, C)
-        is what stands at positions (B, K), and attends to the context. Neither is normed yet."""
+        is what stands at positions (B, K), and attends to the context. Pre-norm norms both here."""
         if self.post_norm:
             context = x if context is None else context
-            x = self.attn_norm(x + self.drop(self.attn(x, context, rope, mask, positions)))
+            x = self.attn_norm(x + self.drop(self.attn(x, context, rope, attn_bias, positions)))
             return self.mlp_norm(x + self.drop(self.mlp(x)))
         normed = self.attn_norm(x)
         context = normed if context is None else self.attn_norm(context)
-        x = x + self.drop(self.attn(normed, context, rope, mask, positions))
+        x = x + self.drop(self.attn(normed, context, rope, attn_bias, positions))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
-def additive_mask(attention_mask, dtype):
+def padding_bias(attention_mask, dtype):
     """What SDPA adds to scores, (B, 1, 1, T): 0, and −inf where attention_mask (B, T) is 0."""
     padding = ~attention_mask.bool()[:, None, None]
     return torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
@@ -255,7 +255,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
         self.n_full = config.n_layer - max(1, config.n_narrow)
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
-        self.rope = config.position == "rope"
+        self.rope = config.position_embedding == "rope"
         if self.rope:
             angles = position_angles(config.max_seq_len, config.n_embd // config.n_head)
             angles = angles.repeat(1, 2)  # (T, D): both halves of a head turn by the same angles
@@ -264,7 +264,7 @@ class Encoder(nn.Module):
 
     def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
         x = self.embeddings(ids, token_type_ids)  # (B, T, C)
-        # The tables turn queries and keys, the mask is added to scores: each is cast to their dtype
+        # The tables turn queries and keys, the bias is added to scores: each is cast to their dtype
         # once, here, for every block would do it anew.
         device = x.device.type
         query_dtype = x.dtype
@@ -275,20 +275,20 @@ class Encoder(nn.Module):
         if self.rope:
             T = ids.shape[1]
             rope = self.rope_cos[:T].to(query_dtype), self.rope_sin[:T].to(query_dtype)
-        mask = None
+        attn_bias = None
         if attention_mask is not None:
-            mask = additive_mask(attention_mask, score_dtype)
+            attn_bias = padding_bias(attention_mask, score_dtype)
         for layer in self.layers[: self.n_full]:
-            x = layer(x, rope, mask)
+            x = layer(x, rope, attn_bias)
         context = x
         if positions is not None:
             x = gather_positions(x, positions)  # (B, K, C)
         for layer in self.layers[self.n_full :]:
-            x = layer(x, rope, mask, context, positions)
+            x = layer(x, rope, attn_bias, context, positions)
         return self.final_norm(x)
 
 
-def head_transform(config):
+def make_head(config):
     """BERT's dense-GELU-norm before the decoder; in fine-tuning it goes on as the pooler."""
     dense = nn.Linear(config.n_embd, config.n_embd, bias=config.head_bias)
     return nn.Sequential(OrderedDict(dense=dense, act=nn.GELU(), norm=layer_norm(config)))
@@ -318,7 +318,7 @@ class MaskedLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = Encoder(config)
-        self.head = head_transform(config) if config.head_transform else nn.Identity()
+        self.head = make_head(config) if config.head_transform else nn.Identity()
         self.decoder = nn.Linear(config.n_embd, config.vocab_size, bias=config.decoder_bias)
         self.decoder.weight = self.model.embeddings.tok_embeddings.weight
         self.apply(init_weights(config.n_embd))
@@ -394,7 +394,7 @@ class Classifier(nn.Module):
         init = init_weights(self.config.n_embd)
         self.head = masked_lm.head
         if not masked_lm.config.head_transform:
-            self.head = head_transform(self.config).apply(init)
+            self.head = make_head(self.config).apply(init)
         self.drop = nn.Dropout(dropout)
         self.classifier = nn.Linear(self.config.n_embd, n_labels).apply(init)
 

@@ -4,28 +4,35 @@
     python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl(.gz), .parquet
     python prepare.py config/tiny.py                                   # the embedded corpus
 
-All is written into DATA_DIR.partial and renamed to data_dir at the end: after a kill, run it again.
+All is written into DATA_DIR.partial and renamed to data_dir at the end. After a kill, or where the
+line broke, the same command goes on; DATA_DIR.partial/journal.json says how far it is.
 """
 
+import contextlib
+import copy
 import functools
 import glob
-import gzip
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
-from collections import Counter, defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 
-from nanocram import safety
-from nanocram.configurator import configure, require, settings
+from nanocram import safety, sources
+from nanocram.configurator import configure, require
+from nanocram.sources import HUB, explain, file_kind, hub_name
 from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise, train_tokenizer
 
 # fmt: off
@@ -49,18 +56,13 @@ dedup = False                         # drop exact copies; takes about 80 bytes 
 order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
 val_share = 0.01                      # share of documents held out for val.bin, by a hash of them
 val_tokens = 1000000                  # at most this many tokens are held out, all others trained on
-threads = 0                           # of the tokenizer; 0 = one per core; no result depends on it
+threads = 0                           # processes that tokenize; 0 = one per core; same result
+accept_partial = False                # finish with what there is, where text cannot be read
 # fmt: on
 
-# Before the heavy imports, so that --help and a typo are answered at once.
-if __name__ == "__main__":
-    configure(globals())
+SETTINGS = configure(globals())  # their names
 
-KINDS = {".txt": "text", ".txt.gz": "text", ".parquet": "parquet"}
-KINDS |= dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz"), "json")
 SHARDS = 32  # of a Hub data set, that the vocabulary's sample comes from
-# What to do at errors of datasets, by a word of what they say.
-HINTS = {"zstd": "type pip install zstandard", "Config": "name one as NAME:CONFIG"}
 # The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary, two special ones too, in
 # the raw text. With ENTRIES[i] in ours, LIKE_ALBERT[i] drops as many documents: measured, see
 # results/README.md. Between them we interpolate, beyond them the last one holds. Fewer entries have
@@ -68,26 +70,24 @@ HINTS = {"zstd": "type pip install zstandard", "Config": "name one as NAME:CONFI
 ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 # Bounds on memory:
-MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
-WAITING = 256  # documents that wait for a thread
+BATCH = 1 << 18  # characters that a process tokenizes at a time
+WAITING = 8  # batches that wait for each process
 CHUNK = 1 << 23  # tokens to collect before they are packed into rows
 BUCKETS = 128  # files that the rows go into, put in order one by one
+# Other:
+ALONE = 16  # batches before there are other processes, which take half a second to start
+MOVED = 1 << 28  # bytes of rows that stand in two files while train.bin is written
+SAVE_EVERY = 60.0  # seconds between two journals: as much is lost by a kill
+FORECAST_AFTER = 10.0  # seconds of tokenizing
+AGAIN = "the same command goes on once it can be read, --accept_partial=True does without it"
+# The place in a source: in its files; of the file the part that was read; characters by weight.
+START = {"file": 0, "document": 0, "part": 0.0, "taken": 0.0, "ended": False}
 # What this script writes, and may delete in the folder of a run that was killed.
 OURS = ("tokenizer*.json", "train.bin", "val.bin", "meta.json", "*.tmp", "bucket-*")
+OURS += ("journal.json", "sample-*.json", "held_out-*", "seen-*")
 # The counts of meta.json: what became of the documents, and what they add up to.
 OUTCOMES = ("held_out", "held_out_copies", "duplicates", "filtered", "empty", "kept")
 SIZES = ("tokens", "characters", "val_tokens", "val_characters", "tokens_read", "characters_read")
-
-
-def file_kind(path):
-    """text, json or parquet, by the name of a file; None for all others."""
-    return next((kind for ending, kind in KINDS.items() if path.endswith(ending)), None)
-
-
-def hub_name(name):
-    """(data set, config or None) of a Hub source, NAME or NAME:CONFIG."""
-    name, _, config = name.partition(":")
-    return name, config or None
 
 
 def find_sources():
@@ -128,21 +128,6 @@ def shares(names):
     return {name: number / sum(numbers) for name, number in zip(names, numbers, strict=True)}
 
 
-def split_documents(file):
-    """The documents of an open text file.
-
-    One ends at a blank line, or with the line by which it has MAX_DOCUMENT characters. Of a longer
-    line, which may be the whole file, no more than that is taken at a time."""
-    document, size = [], 0
-    for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
-        document.append(line)
-        size += len(line)
-        if not line.strip() or size >= MAX_DOCUMENT:
-            yield "".join(document)
-            document, size = [], 0
-    yield "".join(document)
-
-
 def up_to(limit, texts):
     """The texts that are neither empty nor None, stripped, until they have limit characters."""
     taken = 0
@@ -155,78 +140,74 @@ def up_to(limit, texts):
             return
 
 
-def column_texts(stream):
-    """What text_column of a streamed data set holds."""
-    for table in stream.with_format("arrow").iter(batch_size=256):
-        if text_column not in table.column_names:
-            have = ", ".join(table.column_names)
-            raise ValueError(f"no column {text_column!r}, it has {have}: type --text_column=NAME")
-        yield from table[text_column].to_pylist()
+def read_documents(files, place, errors):
+    """The documents of a source's files, from a place on that is kept up to date.
+
+    What cannot be read is noted in errors, {path: why}, and ends the source; with accept_partial
+    only the file, unless the Hub is silent."""
+    while place["file"] < len(files):
+        path = files[place["file"]]
+        if path not in errors:
+            for after in files[place["file"] + 1 : place["file"] + 2]:
+                sources.open_ahead(after)
+            try:
+                for text, part in sources.read_texts(path, text_column, place["document"]):
+                    place.update(document=place["document"] + 1, part=part)
+                    text = (text or "").strip()
+                    if text:
+                        yield text
+            except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
+                errors[path] = explain(e)
+                tell(f"WARNING: {path} could not be read to its end: {errors[path]}")
+                if isinstance(e, sources.Silence):  # nor will the others be
+                    errors.update(dict.fromkeys(files[place["file"] :], errors[path]))
+                if not accept_partial:
+                    return
+        place.update(file=place["file"] + 1, document=0, part=0.0)
 
 
-def read_texts(path, limit=math.inf):
-    """The texts of a local file or of a Hub data set, at most about limit characters of them."""
-    kind = file_kind(path)
-    if kind == "text":
-        open_text = gzip.open if path.endswith(".gz") else open
-        with open_text(path, "rt", encoding="utf-8", errors="replace") as file:
-            yield from up_to(limit, split_documents(file))
-        return
-
-    import datasets
-
-    # What it would say of a broken file, read_documents() says.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    if kind:
-        options = {"path": kind, "data_files": [path]}
-    else:
-        name, config = hub_name(path)
-        options = {"path": name, "name": config}
-    stream = datasets.load_dataset(**options, split="train", streaming=True)
-    parts = [stream]
-    if limit < math.inf:  # the first files of a data set may be its oldest: take some from many
-        n = stream.num_shards
-        chosen = np.linspace(0, n - 1, min(n, SHARDS)).astype(int)
-        parts = [stream.shard(n, int(i)) for i in chosen]
-    for part in parts:
-        yield from up_to(limit / len(parts), column_texts(part))
-
-
-def read_documents(paths, errors, limit=math.inf):
-    """The documents of every path in turn, at most about limit characters from each.
-
-    A warning is printed once for a file that cannot be read to its end; errors notes why."""
+def tell(line):
+    """print() would write into the progress bar."""
     from tqdm import tqdm
 
-    for path in paths:
-        try:
-            yield from read_texts(path, limit)
-        except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
-            why = f"{type(e).__name__}: {safety.first_line(e, 200)}"
-            hints = [hint for word, hint in HINTS.items() if word in why]
-            why = "; ".join([why, *hints])
-            if path not in errors:  # print() would write into the progress bar
-                tqdm.write(f"WARNING: {path} could not be read to its end: {why}")
-            errors[path] = why
+    tqdm.write(line)
 
 
-def in_turns(sources, share, errors):
+def in_turns(files, share, state):
     """(name, text) of all sources' documents: next is who had the fewest characters for its weight.
 
     Without weights turns are equal, and go to the others where one ends. With weights the first to
-    end ends all, so that the mix is what they say."""
-    readers = {name: read_documents(paths, errors) for name, paths in sources.items()}
-    taken = dict.fromkeys(sources, 0.0)  # characters / share
+    end ends all, so that the mix is what they say. All ends where one cannot be read. state, with
+    places and errors, is kept up to date."""
+    places, errors = state["places"], state["errors"]
+    readers = {name: read_documents(files[name], places[name], errors) for name in files}
+    readers = {name: reader for name, reader in readers.items() if not places[name]["ended"]}
     while readers:
-        name = min(readers, key=taken.get)
+        name = min(readers, key=lambda name: places[name]["taken"])
         text = next(readers[name], None)
         if text is not None:
-            taken[name] += len(text) / share[name]
+            places[name]["taken"] += len(text) / share[name]
             yield name, text
-        elif weights:
+            continue
+        if errors and not accept_partial:
             return
-        else:
-            del readers[name]
+        places[name]["ended"] = True
+        if weights:
+            return
+        del readers[name]
+
+
+def in_batches(documents, state):
+    """(names, texts) of BATCH characters or more, each with what state was behind them."""
+    names, texts, size = [], [], 0
+    for name, text in documents:
+        names.append(name)
+        texts.append(text)
+        size += len(text)
+        if size >= BATCH:
+            yield names, texts, copy.deepcopy(state)
+            names, texts, size = [], [], 0
+    yield names, texts, copy.deepcopy(state)
 
 
 def text_hash(text):
@@ -240,11 +221,34 @@ def may_be_held_out(hash_of_text):
     return hash_of_text < val_share * 2**64
 
 
-def encode(name, text, tokenizer):
-    """(name, hash, normalised characters, ids (n,) uint16 up to a [SEP]) of a source's text."""
-    normal = normalise(text, tokenizer.mode)
-    ids = tokenizer.encoding.encode_to_numpy(normal, disallowed_special=())
-    return name, text_hash(text), len(normal), np.append(ids, SEP).astype(np.uint16)
+@functools.cache
+def tokenizer_at(path):
+    return Tokenizer(path)
+
+
+def encode(texts, path):
+    """(hashes, normalised characters, lengths, ids (n,) uint16) of texts; a [SEP] ends each one's.
+
+    Needs no setting: it is called in other processes, where they have their defaults."""
+    tokenizer = tokenizer_at(path)
+    hashes, characters, pieces = [], [], []
+    for text in texts:
+        normal = normalise(text, tokenizer.mode)
+        ids = tokenizer.encoding.encode_to_numpy(normal, disallowed_special=())
+        hashes.append(text_hash(text))
+        characters.append(len(normal))
+        pieces.append(np.append(ids, SEP).astype(np.uint16))
+    ids = np.concatenate(pieces) if pieces else np.zeros(0, np.uint16)
+    return hashes, characters, [len(piece) for piece in pieces], ids
+
+
+def documents_of(names, encoded):
+    """(name, hash, normalised characters, ids) of each document that encode() has tokenized."""
+    hashes, characters, lengths, ids = encoded
+    end = 0
+    for name, key, n_characters, length in zip(names, hashes, characters, lengths, strict=True):
+        yield name, key, n_characters, ids[end : end + length]
+        end += length
 
 
 def usable_cores():
@@ -252,19 +256,61 @@ def usable_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def encode_all(documents, tokenizer):
-    """encode() of each (name, text), in order, by threads: tiktoken works outside the GIL."""
-    waiting = deque()
-    pool = ThreadPoolExecutor(threads or usable_cores())
+def begin_process():
+    """What a tokenizing process does first: it ends with its parent, and by nothing but that."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def end_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def start_processes(n):
+    """A pool of n processes. Nothing forks, so it is the same on every system."""
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(n, mp_context=spawn, initializer=begin_process)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # they inherit it: a Ctrl-C is ours
     try:
-        for name, text in documents:
-            waiting.append(pool.submit(encode, name, text, tokenizer))
-            if len(waiting) > WAITING:
-                yield waiting.popleft().result()
+        for _ in range(n):
+            pool.submit(os.getpid)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return pool
+
+
+def encode_all(batches, path, spent):
+    """(documents_of() a batch, its state), in order, by processes: normalise() holds the GIL.
+
+    Adds the seconds in which nothing but the tokenizing was waited for to spent["tokenizing"]."""
+    n = threads or usable_cores()
+    alone = math.inf if n == 1 else ALONE
+    waiting = deque()
+    pool = None
+
+    def wait_for(names, future, state):
+        start = time.perf_counter()
+        encoded = encode(*future) if isinstance(future, tuple) else future.result()
+        spent["tokenizing"] += time.perf_counter() - start
+        return documents_of(names, encoded), state
+
+    try:
+        for number, (names, texts, state) in enumerate(batches):
+            if number < alone:
+                yield wait_for(names, (texts, path), state)
+                continue
+            pool = pool or start_processes(n)
+            waiting.append((names, pool.submit(encode, texts, path), state))
+            if len(waiting) > WAITING * n:
+                yield wait_for(*waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
-    finally:  # the pool's own `with` would tokenize all that waits: 25 s more after a Ctrl-C
-        pool.shutdown(cancel_futures=True)
+            yield wait_for(*waiting.popleft())
+    except BrokenProcessPool:
+        sys.exit("a tokenizing process was ended, perhaps for want of memory: type --threads=1")
+    finally:
+        if pool:
+            pool.shutdown(cancel_futures=True)
 
 
 def filter_threshold():
@@ -276,43 +322,59 @@ def filter_threshold():
     return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
 
-def choose(documents, count):
-    """Yield (outcome, ids) of documents (source, hash, characters, ids), outcome one of OUTCOMES.
+def limit_reached(count):
+    """The setting that ends the reading by now; '' for none."""
+    if max_docs > 0 and count["read"] >= max_docs:
+        return "max_docs"
+    if max_tokens > 0 and count["tokens_read"] >= max_tokens:
+        return "max_tokens"
+    if max_rows > 0 and count["tokens"] >= max_rows * (seq_len - 1):
+        return "max_rows"
+    return ""
 
-    Adds all up in count, and by source too; stops at max_docs, max_tokens or max_rows."""
-    held_out, seen = set(), set()  # hashes
+
+def choose(documents, count, held_out, seen):
+    """Yield (outcome, hash, ids) of (source, hash, characters, ids), outcome one of OUTCOMES.
+
+    Adds all up in count, and by source too; stops at max_docs, max_tokens or max_rows. Hashes of
+    what was held out and, for dedup, seen are added to these sets."""
     ratio = filter_threshold()
-    by_source = defaultdict(lambda: Counter(tokens=0, val_tokens=0))
-    count["sources"] = by_source  # meta.json has it beside the numbers
+    by_source = count["sources"]
     for name, key, characters, ids in documents:
-        n_tokens = len(ids) - 1  # without the [SEP] at the end
+        if name not in by_source:
+            by_source[name] = Counter(tokens=0, val_tokens=0)
+        of_source = by_source[name]
+        n_ids = len(ids)
+        n_tokens = n_ids - 1  # without the [SEP] at the end
         if not n_tokens:
             outcome = "empty"
         elif key in held_out:  # a copy in train.bin would make the held-out loss a lie
             outcome = "held_out_copies"
-        elif may_be_held_out(key) and count["val_tokens"] + len(ids) <= val_tokens:
+        elif may_be_held_out(key) and count["val_tokens"] + n_ids <= val_tokens:
             outcome = "held_out"
             held_out.add(key)
-            count.update(val_tokens=len(ids), val_characters=characters)
-            by_source[name]["val_tokens"] += len(ids)
+            count["val_tokens"] += n_ids
+            count["val_characters"] += characters
+            of_source["val_tokens"] += n_ids
         elif key in seen:
             outcome = "duplicates"
         elif ratio and n_tokens >= ratio * characters:
             outcome = "filtered"
         else:
             outcome = "kept"
-            count.update(tokens=len(ids), characters=characters)
-            by_source[name]["tokens"] += len(ids)
+            count["tokens"] += n_ids
+            count["characters"] += characters
+            of_source["tokens"] += n_ids
         if dedup:
             seen.add(key)
-        count[outcome] += 1
-        count.update(read=1, tokens_read=len(ids), characters_read=characters)
-        by_source[name].update({"read": 1, outcome: 1, "characters_read": characters})
-        yield outcome, ids
-        enough_docs = max_docs > 0 and count["read"] >= max_docs
-        enough_tokens = max_tokens > 0 and count["tokens_read"] >= max_tokens
-        enough_rows = max_rows > 0 and count["tokens"] >= max_rows * (seq_len - 1)
-        if enough_docs or enough_tokens or enough_rows:
+        count["tokens_read"] += n_ids
+        count["characters_read"] += characters
+        of_source["characters_read"] += characters
+        for each in (count, of_source):
+            each["read"] += 1
+            each[outcome] += 1
+        yield outcome, key, ids
+        if limit_reached(count):
             return
 
 
@@ -324,183 +386,406 @@ def pack(pieces, length):
     return np.insert(rows, 0, CLS, axis=1), tokens[used:]
 
 
-def spread_rows(pieces, full_stop, rng, folder):
-    """Append the rows of pieces to the bucket files, in the order set; returns the tokens left."""
-    rows, rest = pack(pieces, seq_len)
-    if order == "shuffle":
-        bucket = rng.integers(BUCKETS, size=len(rows))
-    else:  # most full stops first
-        bucket = np.maximum(BUCKETS - 1 - (rows == full_stop).sum(axis=1), 0)
-    for i in np.unique(bucket):
-        with open(folder / f"bucket-{i:03}", "ab") as f:
-            f.write(rows[bucket == i])  # tofile() and fromfile() are silent where a disk fails
-    return rest
+class Partial:
+    """What there is so far, in DATA_DIR.partial: files that only grow, and a journal.
 
+    The journal says how long they were when it was written, and where the sources were. After a
+    kill the files are cut back to it, and all goes on from there, to the same bytes."""
 
-def join_buckets(rng, folder):
-    """Join the bucket files into train.bin.
+    def __init__(self, folder, journal, tokenizer):
+        self.folder, self.journal = folder, journal
+        count = journal["counts"]
+        by_source = {name: Counter(part) for name, part in count["sources"].items()}
+        self.count = Counter(count) | {"sources": by_source}
+        self.rng = np.random.default_rng()
+        self.rng.bit_generator.state = journal["rng"]
+        self.saved = time.monotonic()
+        self.joined = set()  # names of buckets that stand in train.bin by now
+        # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
+        self.full_stop = tokenizer.encoding.encode_single_token(".")
 
-    To be shuffled, rows went into buckets at random: shuffling each shuffles them all."""
-    with open(folder / "train.bin", "wb") as out:
-        for path in sorted(folder.glob("bucket-*")):
-            if order == "shuffle":
-                rows = np.frombuffer(path.read_bytes(), np.uint16).reshape(-1, seq_len)
-                out.write(rng.permutation(rows))
-            else:  # a few buckets hold most of the rows: they need not fit into memory
-                with open(path, "rb") as bucket:
-                    shutil.copyfileobj(bucket, out, 1 << 24)
-            path.unlink()
+        self.cut_back()
+        self.kept = [np.array(journal["rest"], np.uint16)]  # ids that are not in rows yet
+        self.n_kept = len(journal["rest"])
+        self.held_out = []  # ids, as many as there are new ones
+        self.new_keys = {"held_out-keys": [], "seen-keys": []}
+        self.keys = {name: set(self.read(name, np.uint64).tolist()) for name in self.new_keys}
 
+    def cut_back(self):
+        """Bring the files to where the journal was written."""
+        sizes = self.journal["sizes"]
+        for name, size in sizes.items():
+            path = self.folder / name
+            if not path.exists() or path.stat().st_size < size:
+                sys.exit(f"{path} has lost bytes: delete {self.folder} to start over")
+            os.truncate(path, size)
+        for path in self.folder.iterdir():
+            if path.name not in sizes and path.suffix != ".json":
+                path.unlink()
 
-def write_data(documents, tokenizer, total, folder):
-    """Write train.bin and val.bin into folder; returns the counts of meta.json.
+    def read(self, name, dtype):
+        path = self.folder / name
+        return np.frombuffer(path.read_bytes() if path.exists() else b"", dtype)
 
-    total: tokens to read, for the progress bar; math.inf where no end is known."""
-    from tqdm import tqdm
+    def append(self, name, array):
+        with open(self.folder / name, "ab") as f:
+            f.write(array)  # tofile() and fromfile() are silent where a disk fails
 
-    count = Counter(dict.fromkeys(("read", *OUTCOMES, *SIZES), 0))
-    rng = np.random.default_rng(0)
-    # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
-    full_stop = tokenizer.encoding.encode_single_token(".")
-
-    held_out = []
-    kept, n_kept = [], 0  # ids that are not in rows yet, and how many
-    look = {"unit": " tokens", "unit_scale": True, "desc": "tokenizing", "disable": None}
-    with tqdm(total=total, **look) as bar:
-        for outcome, ids in choose(documents, count):
+    def add(self, documents):
+        """Take documents, as encode_all() has them, up to a limit."""
+        held_out, seen = self.keys.values()
+        for outcome, key, ids in choose(documents, self.count, held_out, seen):
             if outcome == "held_out":
-                held_out.append(ids)
+                self.held_out.append(ids)
+                self.new_keys["held_out-keys"].append(key)
             if outcome == "kept":
-                kept.append(ids)
-                n_kept += len(ids)
-            if n_kept >= CHUNK:
-                rest = spread_rows(kept, full_stop, rng, folder)
-                kept, n_kept = [rest], len(rest)
-            bar.update(count["tokens_read"] - bar.n)
+                self.kept.append(ids)
+                self.n_kept += len(ids)
+            if dedup:
+                self.new_keys["seen-keys"].append(key)
+        if self.n_kept >= CHUNK:
+            self.flush()
 
-    count["rows"], count["left_over"] = divmod(count["tokens"], seq_len - 1)
-    count["val_rows"] = count["val_tokens"] // (seq_len - 1)
-    count["kept_share"] = count["kept"] / max(1, count["kept"] + count["filtered"])
-    if not count["rows"]:
-        few = f"{count['tokens']} tokens are fewer than one row of {seq_len}"
-        sys.exit(f"{few}: give more text, or --filter_ratio=0")
-    if not count["val_rows"]:
-        few = f"less than one row was held out of {count['read']} documents (blank lines end them)"
-        larger = f"--val_share={min(0.5, 10 * val_share):g} --val_tokens={10 * val_tokens}"
-        sys.exit(f"{few}: type {larger}, or give more text")
+    def flush(self):
+        """Append what was added to the files; rows go to the buckets, in the order set."""
+        rows, rest = pack(self.kept, seq_len)
+        if order == "shuffle":
+            bucket = self.rng.integers(BUCKETS, size=len(rows))
+        else:
+            n_stops = (rows == self.full_stop).sum(axis=1)
+            bucket = np.maximum(BUCKETS - 1 - n_stops, 0)  # the first ones have most full stops
+        for i in np.unique(bucket):
+            self.append(f"bucket-{i:03}", rows[bucket == i])
+        self.kept, self.n_kept = [rest], len(rest)
+        if self.held_out:
+            self.append("held_out-tokens", np.concatenate(self.held_out))
+            self.held_out = []
+        for name, keys in self.new_keys.items():
+            if keys:
+                self.append(name, np.array(keys, np.uint64))
+                keys.clear()
 
-    spread_rows(kept, full_stop, rng, folder)
-    join_buckets(rng, folder)
-    rows, _ = pack(held_out, seq_len)
-    # A generator of its own: val.bin depends on nothing but the held-out documents.
-    (folder / "val.bin").write_bytes(np.random.default_rng(0).permutation(rows))
-    return count
+    def save(self):
+        """Write the journal, behind the bytes that it speaks of."""
+        self.flush()
+        known, sizes = self.journal["sizes"], {}
+        for path in sorted(self.folder.iterdir()):
+            if path.suffix in (".json", ".tmp") or path.name in self.joined:
+                continue
+            sizes[path.name] = path.stat().st_size
+            if sizes[path.name] != known.get(path.name):
+                with open(path, "r+b") as f:
+                    os.fsync(f.fileno())
+        self.journal |= {"sizes": sizes, "counts": self.count, "rest": self.kept[0].tolist()}
+        self.journal["rng"] = self.rng.bit_generator.state
+        write_journal(self.folder, self.journal)
+        self.saved = time.monotonic()
+
+    def is_due(self):
+        return time.monotonic() - self.saved >= SAVE_EVERY
+
+    def join_buckets(self):
+        """Join the bucket files into train.bin.
+
+        To be shuffled, rows went into buckets at random: shuffling each shuffles them all."""
+        to_delete, size = [], 0
+        for path in sorted(self.folder.glob("bucket-*")):
+            with open(path, "rb") as bucket, open(self.folder / "train.bin", "ab") as out:
+                if order == "shuffle":
+                    rows = np.frombuffer(bucket.read(), np.uint16).reshape(-1, seq_len)
+                    out.write(self.rng.permutation(rows))
+                else:  # a few buckets hold most of the rows: they need not fit into memory
+                    shutil.copyfileobj(bucket, out, 1 << 24)
+            self.joined.add(path.name)
+            to_delete.append(path)
+            size += path.stat().st_size
+            if size >= MOVED:
+                self.save()
+                for path in to_delete:
+                    path.unlink()
+                to_delete, size = [], 0
+
+    def finish(self):
+        """Write train.bin and val.bin, delete what led to them; returns the counts of meta.json."""
+        count = self.count
+        self.journal["all_read"] = True
+        count["rows"], count["left_over"] = divmod(count["tokens"], seq_len - 1)
+        count["val_rows"] = count["val_tokens"] // (seq_len - 1)
+        count["kept_share"] = count["kept"] / max(1, count["kept"] + count["filtered"])
+        if not count["rows"]:
+            few = f"{count['tokens']} tokens are fewer than one row of {seq_len}"
+            sys.exit(f"{few}: give more text, or --filter_ratio=0")
+        if not count["val_rows"]:
+            few = f"less than one row was held out of {count['read']} documents"
+            larger = f"--val_share={min(0.5, 10 * val_share):g} --val_tokens={10 * val_tokens}"
+            sys.exit(f"{few} (blank lines end them): type {larger}, or give more text")
+
+        self.flush()
+        self.join_buckets()
+        rows, _ = pack([self.read("held_out-tokens", np.uint16)], seq_len)
+        # A generator of its own: val.bin depends on nothing but the held-out documents.
+        shuffled = np.random.default_rng(0).permutation(rows)
+        (self.folder / "val.bin").write_bytes(shuffled)
+        return count
 
 
-def make_vocabulary(sources, share, errors, folder):
-    """(Tokenizer, texts): trained on these texts of every source; its files go into folder."""
+def sample_of(path, number, limit, folder):
+    """Texts of about limit characters from a file. What comes from the Hub is kept in folder."""
+    kept = folder / f"sample-{number:05}.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    texts = (text for text, _ in sources.read_texts(path, text_column))
+    texts = list(up_to(limit, texts))
+    if path.startswith(HUB):
+        safety.write_text(kept, json.dumps(texts))
+    return texts
+
+
+def make_vocabulary(files, share, folder):
+    """Train the vocabulary on texts of every source; its files go into folder."""
     print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
     texts = []
-    for name, paths in sources.items():
-        limit = share[name] * vocab_sample_mb * 10**6 // len(paths)
-        some = list(read_documents(paths, errors, limit))
-        stream_broke_off = name in errors and not file_kind(name)
-        if not some or stream_broke_off:
-            reasons = "; ".join(errors[path] for path in paths if path in errors)
-            if reasons:
-                sys.exit(f"could not read {name} ({reasons}): run again, or give other text")
+    number = 0
+    for name, paths in files.items():
+        size = share[name] * vocab_sample_mb * 10**6
+        chosen = paths
+        if paths[0].startswith(HUB):  # the first may be the oldest: take some from many
+            chosen = [
+                paths[i] for i in np.linspace(0, len(paths) - 1, min(len(paths), SHARDS), dtype=int)
+            ]
+        some = []
+        for path in chosen:
+            number += 1
+            try:
+                some += sample_of(path, number, size // len(chosen), folder)
+            except Exception as e:
+                if not accept_partial:
+                    sys.exit(f"could not read {path} ({explain(e)}): {AGAIN}")
+                tell(f"WARNING: the vocabulary lacks {path}: {explain(e)}")
+        if not some:
             sys.exit(f"no text in {name}: give other text")
         texts += some
     to_train_on = [text for text in texts if not may_be_held_out(text_hash(text))]
     train_tokenizer(to_train_on, vocab_size, normalisation, folder)
-    return Tokenizer(folder / "tokenizer.json"), texts
 
 
 def begin_folder(goal, wanted):
-    """A new, empty DATA_DIR.partial; exits if goal is finished or cannot be written.
+    """(DATA_DIR.partial, its journal), or no journal where nothing was begun with these settings.
 
-    What a killed run left in it goes, foreign files never do."""
+    Exits if goal is finished or cannot be written. Foreign files are never deleted."""
     meta = goal / "meta.json"
     if meta.exists():
-        try:
-            have = dict(json.loads(meta.read_text())["settings"])
-        except (ValueError, LookupError, TypeError):
-            sys.exit(f"{meta} is broken: delete {goal} or choose another --data_dir")
-        if have == wanted:
+        have, is_complete = read_settings(meta, goal)
+        if have == wanted and is_complete:
             print(f"{goal} is finished already, with these very settings: nothing to do")
             sys.exit(0)
-        names = have | wanted
-        other = [f"{k}={have.get(k)!r:.40}" for k in names if have.get(k) != wanted.get(k)]
-        sys.exit(f"{goal} was made with {', '.join(other)}: delete it or choose another --data_dir")
+        if have == wanted and accept_partial:
+            print(f"{goal} is finished already, with a part of the text: nothing to do")
+            sys.exit(0)
+        if have == wanted:
+            part = f"{goal} holds a part of the text, errors in {meta} says what is missing"
+            sys.exit(f"{part}: delete it to prepare all, or choose another --data_dir")
+        other = differences(have, wanted)
+        sys.exit(f"{goal} was made with {other}: delete it or choose another --data_dir")
     if goal.is_symlink() or os.path.ismount(goal):
         sys.exit(f"{goal} is a link or a mount point: name a folder in it as --data_dir")
     if goal.exists() and (not goal.is_dir() or any(goal.iterdir())):
         sys.exit(f"{goal} exists and is no data set of prepare.py: choose another --data_dir")
 
     partial = Path(f"{goal.absolute()}.partial")
-    if partial.exists():
-        for path in partial.iterdir():
-            if not any(map(path.match, OURS)):
-                sys.exit(f"{path} was not written by prepare.py: move it away first")
+    partial.mkdir(parents=True, exist_ok=True)
+    for path in partial.iterdir():
+        if not any(map(path.match, OURS)):
+            sys.exit(f"{path} was not written by prepare.py: move it away first")
+    for name in ("meta.json", "journal.json"):  # with meta.json all is there but the new name
+        if (partial / name).exists():
+            have, _ = read_settings(partial / name, partial)
+            journal = json.loads((partial / name).read_text())
+            if have == wanted:
+                return partial, journal
+            if journal["counts"]["read"]:
+                other = differences(have, wanted)
+                was = f"{partial} was begun with {other}"
+                sys.exit(f"{was}: give that to go on, delete it, or choose another --data_dir")
+    if any(partial.iterdir()):
         print(f"removing {partial}, the leftover of a run that did not finish")
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    return partial
+    shutil.rmtree(partial)
+    partial.mkdir()
+    return partial, {}
+
+
+def read_settings(path, folder):
+    """(settings, whether all text was read) of a meta.json or journal; exits if it is broken."""
+    try:
+        found = json.loads(path.read_text())
+        return dict(found["settings"]), found.get("complete", not found["errors"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        sys.exit(f"{path} is broken: delete {folder} or choose another --data_dir")
+
+
+def differences(have, wanted):
+    """The settings that have has and wanted has not, as they are typed."""
+    names = have | wanted
+    return ", ".join(f"{k}={have.get(k)!r:.40}" for k in names if have.get(k) != wanted.get(k))
+
+
+def write_journal(partial, journal):
+    safety.write_text(partial / "journal.json", json.dumps(journal, indent=1))
+
+
+def begin_journal(partial, wanted, found):
+    """The journal of a run that has read nothing yet; asks the Hub for its data sets' files."""
+    files = {}
+    for name, paths in found.items():
+        files[name] = paths
+        if not file_kind(paths[0]):
+            try:
+                files[name] = sources.hub_files(name)
+            except Exception as e:
+                partial.rmdir()
+                sys.exit(f"could not read {name} ({explain(e)})")
+    journal = {
+        "settings": wanted,
+        "files": files,  # those of the Hub at the revision that they had at the beginning
+        "places": {name: dict(START) for name in files},
+        "has_vocabulary": False,
+        "all_read": False,
+        "limit": "",  # the setting that ended the reading
+        "errors": {},  # {path: why}, of files that could not be read, or not to their end
+        "counts": dict.fromkeys(("read", *OUTCOMES, *SIZES), 0) | {"sources": {}},
+        "rest": [],  # ids that were too few for a row
+        "rng": np.random.default_rng(0).bit_generator.state,
+        "sizes": {},  # {file: bytes}
+    }
+    write_journal(partial, journal)
+    return journal
 
 
 def finish_folder(partial, goal, meta):
     """Bring all files to the disk, write meta.json with their checksums, rename the folder."""
-    meta["sha256"] = {}
+    if not (partial / "meta.json").exists():
+        meta["sha256"] = {}
+        for name in ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin"):
+            with open(partial / name, "r+b") as f:
+                meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
+                os.fsync(f.fileno())
+        safety.write_text(partial / "meta.json", json.dumps(meta, indent=2))
+    whole = {"meta.json", *meta["sha256"]}
     for path in sorted(partial.iterdir()):
-        with open(path, "r+b") as f:
-            meta["sha256"][path.name] = hashlib.file_digest(f, "sha256").hexdigest()
-            os.fsync(f.fileno())
-    safety.write_text(partial / "meta.json", json.dumps(meta, indent=2))
+        if path.name not in whole:
+            path.unlink()
     if goal.exists():
         goal.rmdir()  # it is empty, as begin_folder() saw
     os.rename(partial, goal)
 
 
-def text_bytes(path):
-    """Bytes of text in a source's file, about: 2.7 for each packed one (measured, but for zstd).
-
-    Infinite for a data set of the Hub."""
-    if not file_kind(path):
-        return math.inf
-    return os.path.getsize(path) * (2.7 if path.endswith((".gz", ".zst", ".parquet")) else 1)
-
-
-def print_estimate(texts, tokenizer, total_bytes, folder):
-    """Say, from timing about 1 MB of texts, how much disk and time the rows will take.
-
-    Returns how many tokens they are; math.inf where no end is known."""
-    n_docs, n_tokens, n_bytes = 0, 0, 0
-    drawn = np.random.default_rng(0).permutation(len(texts))  # they stand source by source
-    start = time.perf_counter()
-    for i in drawn:
-        n_docs += 1
-        n_tokens += len(tokenizer.encode(texts[i])) + 1
-        n_bytes += len(texts[i].encode("utf-8", "replace"))
-        if n_bytes > 1e6:
-            break
-    n_threads = threads or usable_cores()
-    rate = n_threads * n_tokens / (time.perf_counter() - start)  # tokens/s
-    tokens = total_bytes * n_tokens / n_bytes
-    for limit in (max_tokens, max_rows * seq_len, max_docs * n_tokens / n_docs):
+def share_read(files, share, places, count):
+    """Which share of all that is to be read has been read, in [0, 1]; 0 where it is unknown."""
+    characters, parts = [], []
+    for name, paths in files.items():
+        place = places[name]
+        # The files of a Hub data set are about equally large.
+        sizes = [1 if path.startswith(HUB) else os.path.getsize(path) for path in paths]
+        at = place["file"]
+        read = sum(sizes[:at]) + (sizes[at] * place["part"] if at < len(sizes) else 0)
+        parts.append(read / max(1, sum(sizes)))
+        characters.append(place["taken"] * share[name])
+    if weights:  # the first source to end ends all
+        shares_read = [max(parts)]
+    elif all(parts):
+        all_characters = sum(n / part for n, part in zip(characters, parts, strict=True))
+        shares_read = [sum(characters) / all_characters]
+    else:
+        shares_read = [0]
+    kept_rows = count["tokens"] / (seq_len - 1)
+    for limit, n in ((max_docs, "read"), (max_tokens, "tokens_read")):
         if limit > 0:
-            tokens = min(tokens, limit)
-    free = shutil.disk_usage(folder).free
-    if tokens == math.inf:
-        has = f"{free / 1e9:,.0f} GB are free there"
-        print(f"no end is known: 1,000M tokens take 2 GB of disk ({has}) and {1e9 / rate:,.0f} s")
+            shares_read.append(count[n] / limit)
+    if max_rows > 0:
+        shares_read.append(kept_rows / max_rows)
+    return max(shares_read)
+
+
+class Forecast:
+    """How much disk and time the whole takes, once some seconds of the real work are over."""
+
+    def __init__(self, spent):
+        self.spent = spent  # {"tokenizing": seconds in which it was waited for}
+        self.begun = 0.0
+        self.told = False
+
+    def begin(self, count):
+        self.begun = time.monotonic()
+        self.tokens = count["tokens_read"]
+        self.before = {"the network": sources.HubFile.waited} | self.spent
+
+    def is_due(self):
+        return self.begun and not self.told and time.monotonic() - self.begun > FORECAST_AFTER
+
+    def say(self, share, count, folder):
+        """Print it; returns the tokens that there are in all, None where that is unknown."""
+        self.told = True
+        seconds = time.monotonic() - self.begun
+        rate = (count["tokens_read"] - self.tokens) / seconds
+        now = {"the network": sources.HubFile.waited} | self.spent
+        waits = {name: now[name] - self.before[name] for name in now}
+        waits["unpacking the text, in one process"] = seconds - sum(waits.values())
+        bound = max(waits, key=waits.get)
+        speed = f"at {rate / 1e6:,.2f}M tokens/s, which {bound} limits"
+        free = shutil.disk_usage(folder).free
+        if not share:
+            has = f"{free / 1e9:,.0f} GB are free"
+            tell(f"1,000M tokens take 2 GB of disk ({has}) and {1e9 / rate / 60:,.0f} min {speed}")
+            return None
+        tokens = count["tokens_read"] / share
+        left = (tokens - count["tokens_read"]) / rate  # seconds
+        time_left = f"{left / 60:,.0f} min" if left > 120 else f"{left:,.0f} s"
+        size = f"about {tokens / 1e6:,.0f}M tokens, {2 * tokens / 1e6:,.0f} MB of disk"
+        missing = 2 * (tokens - count["tokens_read"]) - free
+        warning = f"; WARNING: only {free / 1e6:,.0f} MB are free there" if missing > 0 else ""
+        tell(f"{size}: another {time_left} {speed}{warning}")
         return tokens
-    needs = f"{2 * tokens / 1e6:,.0f} MB of disk and {tokens / rate:,.0f} s"
-    warning = f"; WARNING: only {free / 1e6:,.0f} MB are free there" if free < 2 * tokens else ""
-    print(f"about {tokens / 1e6:,.1f}M tokens: {needs}{warning}", flush=True)
-    return tokens
 
 
-def print_summary(count, errors, goal, seconds):
+def read_all(files, share, partial):
+    """Read, tokenize and write rows until the text ends, or a limit; a journal is kept."""
+    from tqdm import tqdm
+
+    journal, count = partial.journal, partial.count
+    state = {name: copy.deepcopy(journal[name]) for name in ("places", "errors")}
+    if not accept_partial:
+        state["errors"].clear()  # it is tried again
+    if count["read"]:
+        print(f"going on behind {count['read']:,} documents, {count['tokens_read']:,} tokens")
+    spent = {"tokenizing": 0.0}
+    forecast = Forecast(spent)
+    batches = in_batches(in_turns(files, share, state), state)
+    encoded = encode_all(batches, partial.folder / "tokenizer.json", spent)
+    look = {"unit": " tokens", "unit_scale": True, "desc": "tokenizing", "disable": None}
+    with tqdm(initial=count["tokens_read"], **look) as bar, contextlib.closing(encoded):
+        for number, (documents, state_behind) in enumerate(encoded):
+            partial.add(documents)
+            journal |= state_behind
+            bar.update(count["tokens_read"] - bar.n)
+            if limit_reached(count):
+                is_ended = all(place["ended"] for place in journal["places"].values())
+                if next(documents, None) or not is_ended:
+                    journal["limit"] = limit_reached(count)
+                return
+            if number == ALONE:
+                forecast.begin(count)
+            if forecast.is_due():
+                part = share_read(files, share, journal["places"], count)
+                bar.total = forecast.say(part, count, partial.folder)
+            if partial.is_due():
+                partial.save()
+    if journal["errors"] and not accept_partial:
+        partial.save()
+        path = next(iter(journal["errors"]))
+        sys.exit(f"{path} could not be read to its end: {AGAIN}")
+
+
+def print_summary(count, journal, goal, seconds):
     """What was read, what was kept and why not, what came out."""
     reasons = ("filtered", "duplicates", "empty", "held_out_copies")
     dropped = ", ".join(f"{count[reason]} {reason.replace('_', ' ')}" for reason in reasons)
@@ -517,11 +802,15 @@ def print_summary(count, errors, goal, seconds):
     if count["kept_share"] < 0.8:
         meant = "the filter is meant for English prose"
         print(f"WARNING: less than 80 % were kept: {meant}; --filter_ratio=0 turns it off")
-    if errors:
+    if journal["errors"]:
         said = "sources or files were not read to their end"
-        print(f"WARNING: {len(errors)} {said}: errors in {goal}/meta.json names them")
-    if any(name.strip() in errors for name in source.split(",")):  # not one of many that match
-        sys.exit(f"{goal} holds what could be read: use it, or delete it and run again")
+        print(f"WARNING: {len(journal['errors'])} {said}: errors in {goal}/meta.json names them")
+    for name, paths in journal["files"].items():
+        limit = journal["limit"]
+        if limit and not paths[0].startswith(HUB):
+            at = min(journal["places"][name]["file"], len(paths) - 1)
+            where = f"in file {at + 1} of {len(paths)}, {paths[at]}"
+            print(f"note: {limit} ended the reading {where}; --{limit}=0 reads all")
 
 
 def main():
@@ -534,43 +823,45 @@ def main():
         "order": ("shuffle", "curriculum"),
     })
     # fmt: on
-    sources = find_sources()
-    share = shares(sources)
+    found = find_sources()
+    share = shares(found)
     if filter_ratio < 0 and not filter_threshold():
         print("note: below 4,096 entries the paper's filter has no known threshold: all is kept")
     if filter_ratio < 0 and vocab_size > ENTRIES[-1]:
         print("note: the filter has the threshold of 32,768 entries: --filter_ratio sets another")
     if "fineweb-edu" in source.lower():
         print("note: a pre-trained model chose FineWeb-Edu, which the challenge's rules exclude")
-    paths = [path for paths in sources.values() for path in paths]
-    files = [path for path in paths if file_kind(path)]
+    paths = [path for paths in found.values() for path in paths if file_kind(path)]
     goal = Path(data_dir)
     # Two data sets with equal settings and files are equal.
-    wanted = {name: globals()[name] for name in settings(__file__)}
-    del wanted["data_dir"], wanted["threads"]
-    wanted["files"] = [[path, os.path.getsize(path)] for path in files]
+    wanted = {name: globals()[name] for name in SETTINGS}
+    for name in ("data_dir", "threads", "accept_partial"):
+        del wanted[name]
+    wanted["files"] = [[path, os.path.getsize(path)] for path in paths]
 
     with safety.lock(safety.lock_file(goal)):
-        partial = begin_folder(goal, wanted)
-        sizes = {name: sum(map(text_bytes, parts)) for name, parts in sources.items()}
-        total_bytes = sum(sizes.values())
-        if weights:  # the first source to end ends all
-            total_bytes = min(sizes[name] / share[name] for name in sources)
-        errors = {}  # {path: why}, of files that could not be read, or not to their end
-        tokenizer, texts = make_vocabulary(sources, share, errors, partial)
-        n_tokens = print_estimate(texts, tokenizer, total_bytes, partial)
-        del texts
-        documents = encode_all(in_turns(sources, share, errors), tokenizer)
-        if max_rows > 0:
-            n_tokens = math.inf  # what is read for so many is not known before
-        count = write_data(documents, tokenizer, n_tokens, partial)
+        folder, journal = begin_folder(goal, wanted)
+        if (folder / "meta.json").exists():  # killed at its very end
+            finish_folder(folder, goal, journal)
+            return
+        journal = journal or begin_journal(folder, wanted, found)
+        files = journal["files"]
+        if not journal["has_vocabulary"]:
+            make_vocabulary(files, share, folder)
+            journal["has_vocabulary"] = True
+            write_journal(folder, journal)
+        partial = Partial(folder, journal, Tokenizer(folder / "tokenizer.json"))
+        if not journal["all_read"]:
+            read_all(files, share, partial)
+        count = partial.finish()
+        count["unread_files"] = len(journal["errors"])
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
-        meta |= {"filter_threshold": filter_threshold()}
-        meta |= {"settings": wanted, "counts": count, "errors": errors}
-        finish_folder(partial, goal, meta)
-    print_summary(count, errors, goal, time.perf_counter() - start)
+        meta |= {"filter_threshold": filter_threshold(), "complete": not journal["errors"]}
+        meta |= {"settings": wanted, "counts": count, "errors": journal["errors"]}
+        finish_folder(folder, goal, meta)
+    print_summary(count, journal, goal, time.perf_counter() - start)
 
 
 if __name__ == "__main__":
-    advice = "nothing finished was written, run again to start over"
+    advice = "the same command goes on"
     safety.run(main, data_dir, advice, lambda: "--vocab_sample_mb=10")

@@ -1,11 +1,11 @@
 """Several recipes on the same data and the same clock: who reaches a loss first?
 
     python race.py config/small.py config/small.py+optimizer=adamw+lr=0.003 --data_dir=data/small
-    python race.py config/crammed.py config/bert.py --shrink=4,3,64 --data_dir=data/small
+    python race.py config/crammed.py+config/shrunk.py config/bert.py+config/shrunk.py
 
-A contender is a recipe with the changes that follow a +, then shrunk if that is asked for, but for
-the sizes that a change names. Settings of train.py on the command line (--name=value) hold for all.
-The same command again runs only what is not there already.
+A contender is a recipe and what follows a +: further recipes and changes, in their order. Settings
+of train.py on the command line (--name=value) hold for all. The same command again runs only what
+is not there already.
 """
 
 import contextlib
@@ -14,14 +14,13 @@ import io
 import itertools
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from nanocram.configurator import configure, require, settings
+from nanocram.configurator import configure, require
 
 # fmt: off
 data_dir = "data/small"    # what prepare.py wrote; its vocabulary and row length are everybody's
@@ -30,20 +29,17 @@ budget_hours = 0.1         # wall-clock hours of each run
 seeds = 2                  # runs of each contender
 evals = 20                 # evaluations in each run, besides the last
 eval_rows = 384            # held-out rows in each
-shrink = ""                # LAYERS,WIDTH,BATCH: what to divide these by, as the paper's by 4,3,64
 # fmt: on
 
-FLAGS = [arg for arg in sys.argv[1:] if arg.startswith("--")]
-# Before the heavy imports, so that --help and a typo are answered at once.
-if __name__ == "__main__":
-    configure(globals(), FLAGS, also="train.py")
-
 import train
+
+FLAGS = [arg for arg in sys.argv[1:] if arg.startswith("--")]
+SETTINGS = configure(globals(), FLAGS if __name__ == "__main__" else [], also=train)
+
 from nanocram import record, safety
 from nanocram.data import load_meta
 
 HELD_OUT = "val_loss_15"  # what a race is about
-MICRO_BATCH = 32  # rows, of a shrunken run
 TABLE_HEAD = (
     "| recipe | parameters | MFLOP/token | tokens/s | steps | tokens "
     "| held-out loss at 15 % | at 25 % | sooner at a loss than the first by |"
@@ -54,44 +50,25 @@ def parse_contenders(texts):
     """{name: [recipe, --name=value, ...]} of ["RECIPE+name=value+...", ...]."""
     contenders = {}
     for text in texts:
-        recipe, *changes = text.split("+")
-        if not Path(recipe).is_file():
-            sys.exit(f"{recipe} not found: name a recipe, such as config/small.py")
-        name = "+".join([Path(recipe).stem, *changes])
-        contenders[name] = [recipe, *(f"--{change}" for change in changes)]
+        name, argv = [], []
+        for part in text.split("+"):
+            is_recipe = part.endswith(".py") or not argv
+            if is_recipe and not Path(part).is_file():
+                sys.exit(f"{part} not found: name a recipe, such as config/small.py")
+            name.append(Path(part).stem if is_recipe else part)
+            argv.append(part if is_recipe else f"--{part}")
+        contenders["+".join(name)] = argv
     if not texts or len(contenders) < len(texts):
         sys.exit("name at least one recipe, each of them once, such as config/small.py")
     return contenders
 
 
-def shrunken(values, layers, width, batch):
-    """Settings that make a recipe small: depth, heads (of the same size), MLP and batch divided.
-
-    Adam's learning rate grows as the width falls (arXiv 2203.03466, table 3). Beside Muon it
-    stays, as Muon's own does, though our races found that it should grow too."""
-    n_layer = max(2, round(values["n_layer"] / layers))
-    n_head = max(1, round(values["n_head"] / width))
-    small = {
-        "n_layer": n_layer,
-        "n_narrow": min(n_layer - 1, round(values["n_narrow"] / layers)),
-        "n_head": n_head,
-        "n_embd": n_head * values["n_embd"] // values["n_head"],
-        "n_inner": 64 * max(1, round(values["n_inner"] / width / 64)),
-        "micro_batch": MICRO_BATCH,
-        "lr": values["lr"] * (1 if values["optimizer"] == "muon" else width),
-    }
-    for name in ("batch_size", "batch_start"):
-        small[name] = MICRO_BATCH * max(1, round(values[name] / batch / MICRO_BATCH))
-    return small
-
-
 def set_train(argv):
-    """Set train's globals as train.py would with argv, the rest to its defaults.
-
-    Returns all settings, {name: value}."""
+    """Set train's globals as train.py would with argv; returns all settings, {name: value}."""
+    vars(train).update(train.SETTINGS)
     with contextlib.redirect_stdout(io.StringIO()):
         configure(vars(train), argv)
-    return {name: getattr(train, name) for name in settings(train.__file__)}
+    return {name: getattr(train, name) for name in train.SETTINGS}
 
 
 def common_settings(meta):
@@ -102,26 +79,19 @@ def common_settings(meta):
         name, _, value = flag.removeprefix("--").partition("=")
         if name in ("seed", "init"):
             sys.exit(f"{name} is for race.py to set: --seeds=3 runs seeds 0, 1 and 2")
-        if name not in settings(__file__):
+        if name not in SETTINGS:
             common[name] = value
     return common
 
 
 def check_run(name, contender, common):
     """(arguments of a run of train.py, all its settings); exits if train.py would not take them."""
-    recipe, *changes = contender
-    for change in changes:
+    for change in contender:
         changed = change.removeprefix("--").partition("=")[0]
         if changed in common or changed == "init":
             sys.exit(f"{name}: {changed} is one for all contenders, set by race.py")
-    smaller = []
     try:
-        if shrink:
-            layers, width, batch = map(float, shrink.split(","))
-            small = shrunken(set_train(contender), layers, width, batch)
-            smaller = [f"--{key}={value}" for key, value in small.items()]
-        for_all = [f"--{key}={value}" for key, value in common.items()]
-        argv = [recipe, *smaller, *changes, *for_all]
+        argv = [*contender, *(f"--{key}={value}" for key, value in common.items())]
         values = set_train(argv)
         train.check_settings()
     except SystemExit as error:
@@ -134,8 +104,9 @@ def run_train(argv, values, data):
     folder = Path(values["out_dir"])
     printed = folder.with_name(folder.name + ".txt")  # called .running.txt until the run is over
     facts = record.read_facts(folder)
-    # micro_batch may have been halved until a step fitted; as typed it stands beside.
+    # micro_batch may have been halved until a step fitted, compile put off where nothing compiles.
     asked = facts.get("settings", {}) | {"micro_batch": facts.get("asked_micro_batch")}
+    asked |= {"compile": facts.get("asked_compile")}
     if printed.exists() and facts.get("data") == data and asked == values:
         print(f"{folder} is there already")
         return
@@ -228,9 +199,6 @@ def write_csv(runs, path):
 def main():
     folder = Path(out_dir)
     require(globals(), {"seeds": (1, 1000)})
-    number = r"[1-9]\d*(\.\d+)?"
-    if shrink and not re.fullmatch(f"{number},{number},{number}", shrink):
-        sys.exit(f"shrink={shrink} should be three numbers, like 4,3,64: LAYERS,WIDTH,BATCH")
     contenders = parse_contenders([arg for arg in sys.argv[1:] if not arg.startswith("--")])
     meta = load_meta(data_dir)
     common = common_settings(meta)

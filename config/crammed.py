@@ -2,7 +2,7 @@
 
 Architecture, optimiser, schedule, ramp and masks are those of arXiv 2212.14034, sections 4.2 to
 4.4. The text is the Pile, as far as it can still be had, in byte-level BPE instead of WordPiece:
-run prepare.py with this file too (its files are zstd: pip install zstandard).
+run prepare.py with this file too.
 
 The A6000 that scored 80.4 had micro-batches and a first step of 512 rows, as here. Cards of 11 to
 16 GB had 96 and 128: --micro_batch=128 --batch_start=128.
@@ -17,8 +17,8 @@ max_rows = 43166767
 order = "curriculum"
 # architecture: sinusoidal positions, norms before the blocks, biases in the norms alone. The learnt
 # scale of the positions, the paper's, falls to nothing in small models, which then learn little but
-# word frequencies: --position=sinusoidal_fixed keeps it where it starts (results/README.md)
-position = "sinusoidal"
+# word frequencies: --position_embedding=sinusoidal_fixed keeps it as it starts (results/README.md)
+position_embedding = "sinusoidal"
 max_seq_len = 128
 first_attn_norm = True
 norm_bias = True

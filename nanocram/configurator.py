@@ -1,92 +1,247 @@
-"""A script's module-level globals are its settings; recipe files and flags set them, in order.
+"""A script's lower-case globals are its settings; recipe files and flags set them, in order.
 
     python train.py config/tiny.py --budget_hours=0.1 --seed 2
     python train.py --help
 
-A recipe is a file of `name = literal` lines, which is read and never run.
+A recipe is a file of `name = expression` lines: numbers, strings, arithmetic, names of settings. It
+is evaluated by the few rules below and never run.
 """
 
 import ast
 import contextlib
 import difflib
 import math
+import operator
 import os
 import sys
 from pathlib import Path
 
-SCRIPTS = ("prepare.py", "train.py", "finetune_glue.py", "bench.py", "race.py")
-NOT_LITERAL = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 COMMAND_LINE = "command line"
+ARITHMETIC = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+LARGEST = 2**63  # of whole numbers: 9**9**9 would compute for hours
+UNUSABLE = (ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, RecursionError)
 
 
-def assignments(path, strict=False):
-    """{name: (value, syntax node)} of the `name = literal` lines of a file.
+def configure(namespace, argv=None, also=None):
+    """Set the settings in a script's globals() by recipes and flags.
 
-    strict: exits at a line of any other kind, but for a docstring."""
-    try:
-        nodes = ast.parse(Path(path).read_text(encoding="utf-8")).body
-    except (OSError, *NOT_LITERAL) as error:
-        sys.exit(f"cannot read the recipe {path}: {error}")
-    found = {}
-    for node in nodes:
-        is_assignment = isinstance(node, ast.Assign) and len(node.targets) == 1
-        if is_assignment and isinstance(node.targets[0], ast.Name):
-            with contextlib.suppress(*NOT_LITERAL):
-                found[node.targets[0].id] = (ast.literal_eval(node.value), node)
-                continue
-        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if strict and not is_docstring:
-            sys.exit(f"{path}, line {node.lineno}: a recipe holds only `name = literal` lines")
-    return found
-
-
-def settings(script):
-    """The settings of a script, {name: (default, syntax node)}: its lower-case literal globals."""
-    found = assignments(script).items()
-    return {k: v for k, v in found if k.islower() and isinstance(v[0], int | float | str)}
-
-
-def configure(namespace, argv=None, also=""):
-    """Set the settings in a script's globals() from argv: recipe files, --name=value, --help.
-
-    argv may also set those of `also`, a script in the same folder; returns these, {name: value}."""
-    script = Path(namespace["__file__"])
-    argv = sys.argv[1:] if argv is None else argv
+    Returns {name: value} as the file itself has them. A script takes its command line; one that is
+    imported stays as it is. also: another script, a module with SETTINGS that argv may set too."""
+    own = settings(namespace)
+    if argv is None:
+        argv = sys.argv[1:] if namespace["__name__"] == "__main__" else []
     if "--help" in argv:
-        print_help(namespace["__doc__"], [script, script.with_name(also)] if also else [script])
-    # A setting that both scripts have is the script's own.
-    own = settings(script)
-    others = settings(script.with_name(also)) if also else {}
-    defaults = {name: default for name, (default, _) in (others | own).items()}
+        print_help(namespace["__doc__"], [namespace, vars(also)] if also else [namespace])
 
-    # One recipe serves all scripts: what it sets for the others passes here.
-    beside = [script.with_name(name) for name in SCRIPTS if script.with_name(name).exists()]
-    elsewhere = {name for path in beside for name in settings(path)}
+    # A setting that both scripts have is the script's own.
+    spaces = dict.fromkeys(also.SETTINGS, vars(also)) if also else {}
+    spaces |= dict.fromkeys(own, namespace)
+    defaults = {name: space[name] for name, space in spaces.items()}
     values = dict(defaults)
-    for where, name, value in parse_arguments(argv):
-        if name in defaults:
-            values[name] = convert(where, name, value, defaults[name])
-        elif where == COMMAND_LINE or name not in elsewhere:
-            near = difflib.get_close_matches(name, defaults, 1)
-            guess = near[0] if near else f"one of those that python {script.name} --help lists"
-            sys.exit(f"{where}: {script.name} has no setting {name}; did you mean {guess}?")
+    for arg in joined(argv):
+        if not arg.startswith("--"):
+            read_recipe(arg, values, defaults, Path(namespace["__file__"]))
+            continue
+        name, _, text = arg[2:].partition("=")
+        if name not in values:
+            refuse(COMMAND_LINE, name, defaults, namespace["__file__"])
+        values[name] = convert(COMMAND_LINE, name, parse(text, values, defaults[name]), defaults)
 
     for name, default in defaults.items():
         if isinstance(default, str):
             values[name] = os.path.expanduser(values[name])  # a shell leaves --model=~/x alone
         if values[name] != default:
             print(f"{name} = {values[name]!r}  (default {default!r})")
-    namespace.update({name: values[name] for name in own})
-    return {name: value for name, value in values.items() if name not in own}
+        spaces[name][name] = values[name]
+    return own
 
 
-def print_help(doc, scripts):
-    """Print a docstring and the settings of scripts as their source has them, then exit."""
+def check_assigned(namespace, defaults):
+    """Exit at what a notebook has misspelt or given another type: train.nlayer = 2.
+
+    defaults: {name: value} of the script's settings."""
+    for name in settings(namespace).keys() - defaults.keys():
+        if difflib.get_close_matches(name, defaults, 1, cutoff=0.85):
+            refuse("assigned", name, defaults, namespace["__file__"])
+    for name in defaults:
+        namespace[name] = convert("assigned", name, namespace[name], defaults)
+
+
+def settings(namespace):
+    """{name: value} of the lower-case globals that are numbers, strings or True and False."""
+    found = {}
+    for name, value in namespace.items():
+        if name.islower() and name[0] != "_" and isinstance(value, int | float | str):
+            found[name] = value
+    return found
+
+
+def joined(argv):
+    """argv with each `--name value` as `--name=value`."""
+    rest = iter(argv)
+    for arg in rest:
+        if arg.startswith("--") and "=" not in arg:
+            value = next(rest, "--")  # the end has no value either
+            if value.startswith("--"):
+                sys.exit(f"{arg} has no value: write {arg}=VALUE")
+            arg = f"{arg}={value}"
+        yield arg
+
+
+def read_recipe(path, values, defaults, script):
+    """Take a recipe's lines into values, {name: value} of the settings as they are so far.
+
+    One recipe serves all scripts: what another one in the folder has for a setting passes."""
+    try:
+        nodes = parse_file(path)
+    except (OSError, *UNUSABLE) as e:
+        sys.exit(f"cannot read the recipe {path}: {e}")
+    known = dict(values)  # what an expression may name: also what passes here
+    elsewhere = None
+    for node in nodes:
+        where = f"{path}, line {node.lineno}"
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if len(targets) != 1 or not isinstance(targets[0], ast.Name):
+            sys.exit(f"{where}: a recipe holds only `name = expression` lines")
+        name = targets[0].id
+        is_ours = name in defaults
+        if not is_ours and elsewhere is None:
+            elsewhere = names_of_others(script)
+        if not is_ours and name not in elsewhere:
+            refuse(where, name, defaults, script)
+        try:
+            value = evaluate(node.value, known)
+        except NameError as e:
+            if not is_ours and e.name in elsewhere:
+                continue  # a value that only the other script knows
+            sys.exit(f"{where}: {e}")
+        except UNUSABLE as e:
+            sys.exit(f"{where}: {name} cannot be computed: {e}")
+        known[name] = value
+        if is_ours:
+            values[name] = known[name] = convert(where, name, value, defaults)
+
+
+def parse_file(path):
+    """The statements of a Python file, as nodes of its syntax tree; raises OSError or UNUSABLE."""
+    return ast.parse(Path(path).read_text(encoding="utf-8")).body
+
+
+def names_of_others(script):
+    """The lower-case names that the scripts in a script's folder assign to, by their sources."""
+    found = set()
+    for path in script.parent.glob("*.py"):
+        with contextlib.suppress(OSError, *UNUSABLE):  # somebody's unfinished file
+            if "configure(" in path.read_text(encoding="utf-8"):  # a recipe may lie there too
+                found |= {name for name, _ in assignments(path)}
+    return found
+
+
+def assignments(path):
+    """[(name, node)] of a file's own `name = …` and `name: type = …` lines, lower-case ones."""
+    found = []
+    for node in parse_file(path):
+        targets = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        found += [(t.id, node) for t in targets if isinstance(t, ast.Name) and t.id.islower()]
+    return found
+
+
+def evaluate(node, known):
+    """The value of an expression's syntax tree; known: {name: value}.
+
+    Raises NameError for another name, ValueError for what is no number, string or arithmetic."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str):
+        result = node.value
+    elif isinstance(node, ast.Name):
+        if node.id not in known:
+            raise NameError(f"there is no setting {node.id}", name=node.id)
+        result = known[node.id]
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in ARITHMETIC:
+        result = ARITHMETIC[type(node.op)](evaluate(node.operand, known))
+    elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+        left, right = evaluate(node.left, known), evaluate(node.right, known)
+        if isinstance(node.op, ast.Pow) and abs(right) > 64:
+            raise ValueError("an exponent above 64")
+        is_text = isinstance(left, str) or isinstance(right, str)
+        if is_text and not isinstance(node.op, ast.Add):
+            raise ValueError("strings can only be added")
+        result = ARITHMETIC[type(node.op)](left, right)
+    else:
+        raise ValueError(f"`{ast.unparse(node):.40}` is no number, string, arithmetic or setting")
+    if isinstance(result, int) and abs(result) > LARGEST:
+        raise ValueError("it is too large")
+    return result
+
+
+def parse(text, values, default):
+    """What was typed for a setting: strings as they are, all else as a recipe would have it."""
+    if isinstance(default, str):
+        return text
+    try:
+        return evaluate(ast.parse(text.strip(), mode="eval").body, values)
+    except (NameError, *UNUSABLE):
+        return text  # convert() says of which type it should be
+
+
+def convert(where, name, value, defaults):
+    """A value as the type of its default; exits where it is of another one, or not finite."""
+    default = defaults[name]
+    wanted = next(kind for kind in (bool, int, float, str) if isinstance(default, kind))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and abs(value) < LARGEST:
+        if wanted is float:
+            value = float(value)
+        elif wanted is int and value == int(value):
+            value = int(value)  # batch_size = 0.5 * 4096
+    if type(value) is not wanted or (wanted is float and not math.isfinite(value)):
+        must = f"should be of type {wanted.__name__}, like {default!r}"
+        if wanted is int and type(value) is float:
+            must += f" (write {default}.0 in the script, and fractions are taken)"
+        sys.exit(f"{where}: {name}={value!r:.60} {must}")
+    return value
+
+
+def refuse(where, name, defaults, script):
+    """Exit with the line that a name which is no setting gets."""
+    script = Path(script).name
+    near = difflib.get_close_matches(name, defaults, 1)
+    guess = near[0] if near else f"one of those that python {script} --help lists"
+    sys.exit(f"{where}: {script} has no setting {name}; did you mean {guess}?")
+
+
+def print_help(doc, namespaces):
+    """Print a docstring and the settings of scripts as their sources have them, then exit.
+
+    The value is added where it is computed, or set in another way than by a line of its own."""
     lines = [doc.strip()]
-    for path in scripts:
-        nodes = [node for _, node in settings(path).values()]
+    for namespace in namespaces:
+        path = Path(namespace["__file__"])
+        names = namespace.get("SETTINGS", settings(namespace))
         source = path.read_text(encoding="utf-8").splitlines()
-        lines += ["", *source[nodes[0].lineno - 1 : nodes[-1].end_lineno]]
+        found = {name: node for name, node in assignments(path) if name in names}
+        for name, node in found.items():
+            if not is_literal(node.value):
+                source[node.end_lineno - 1] += f"  # = {namespace[name]!r}"
+        begin = min((node.lineno for node in found.values()), default=1)
+        end = max((node.end_lineno for node in found.values()), default=0)
+        lines += ["", *source[begin - 1 : end]]
+        lines += [f"{name} = {namespace[name]!r}" for name in names if name not in found]
     try:
         print("\n".join(lines), flush=True)
     except OSError:  # `| head` has read enough; Python flushes once more at its end, to nowhere
@@ -94,34 +249,13 @@ def print_help(doc, scripts):
     sys.exit(0)
 
 
-def parse_arguments(argv):
-    """Yield (where it stands, name, value) of recipe files, --name=value and --name value."""
-    args = iter(argv)
-    for arg in args:
-        if not arg.startswith("--"):
-            for name, (value, node) in assignments(arg, strict=True).items():
-                yield f"{arg}, line {node.lineno}", name, value
-            continue
-        name, equals, text = arg[2:].partition("=")
-        if not equals:
-            text = next(args, "--")  # the end has no value either
-            if text.startswith("--"):
-                sys.exit(f"--{name} has no value: write --{name}=VALUE")
-        yield COMMAND_LINE, name, text
-
-
-def convert(where, name, value, default):
-    """A value as the type of its default; exits where it is of another one, or not finite."""
-    wanted = type(default)
-    if where == COMMAND_LINE and wanted is not str:  # strings are taken as they were typed
-        with contextlib.suppress(*NOT_LITERAL):
-            value = ast.literal_eval(value.strip())
-    if wanted is float and type(value) is int and abs(value) < 2**53:
-        value = float(value)
-    if type(value) is not wanted or (wanted is float and not math.isfinite(value)):
-        must = f"should be of type {wanted.__name__}, like {default!r}"
-        sys.exit(f"{where}: {name}={value!r:.60} {must}")
-    return value
+def is_literal(node):
+    """Whether an expression says its value itself."""
+    try:
+        ast.literal_eval(node)
+    except UNUSABLE:
+        return False
+    return True
 
 
 def require(namespace, limits):

@@ -50,12 +50,28 @@ class Rows:
 
     Read by position, not by memory map: a file that shrinks in mid-run is one line, not a crash."""
 
-    def __init__(self, path, count, seq_len, vocab_size):
+    def __init__(self, path, count, seq_len, vocab_size, dev="cpu"):
         self.path = Path(path)
         self.count = count
         self.seq_len = seq_len
         self.vocab_size = vocab_size
+        self.dev = torch.device(dev)
+        self.fetched = {}  # {(start, n): those rows, on the device or on their way}
         self.read(count - 1, 1)  # a file that is too short shows at once
+
+    def prefetch(self, start, n):
+        """Read n rows and queue them for the device, so that fetch() has them there."""
+        self.fetch(start, n)
+
+    def fetch(self, start, n):
+        """n rows from start on, on the device."""
+        if (start, n) not in self.fetched:
+            rows = self.read(start, n)
+            on_gpu = self.dev.type == "cuda"
+            if on_gpu:
+                rows = rows.pin_memory()
+            self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
+        return self.fetched[start, n]
 
     def read(self, start, n):
         """n rows from start on, int64 (n, seq_len); behind the last row comes the first again."""
@@ -91,28 +107,6 @@ def round_up(n, multiple):
     return (n + multiple - 1) // multiple * multiple
 
 
-def draw_masks(rows, k_max, n_predict, vocab_size, mask_share=1.0, random_share=0.0):
-    """(ids, positions, labels) of rows (B, T), with n_predict ≤ k_max tokens of each to predict.
-
-    Positions (B, k_max) are uniform without replacement from 1 to T − 1: never [CLS], [SEP] like
-    any other. The first n_predict have labels; of these, mask_share become [MASK] and random_share
-    a random token."""
-    B, T = rows.shape
-    # The K largest of T − 1 random numbers: K places without replacement, in random order.
-    positions = torch.rand(B, T - 1, device=rows.device).topk(k_max).indices + 1  # (B, K)
-    tokens = rows.gather(1, positions)
-    rank = torch.arange(k_max, device=rows.device)
-    n_mask = round(n_predict * mask_share)
-    replaced = torch.where(rank < n_mask, MASK, tokens)
-    if random_share:
-        random_end = min(n_predict, n_mask + round(n_predict * random_share))
-        is_random = (rank >= n_mask) & (rank < random_end)
-        replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
-    ids = rows.scatter(1, positions, replaced)
-    labels = tokens.masked_fill(rank >= n_predict, IGNORE)
-    return ids, positions, labels
-
-
 def held_out(rows, batch):
     """{rate: [(ids, positions, labels), …]} of held-out rows (N, T), at rates of 15 and 25 %.
 
@@ -142,7 +136,10 @@ def held_out(rows, batch):
 @torch.no_grad()
 def fill_masks(model, tokenizer, sentence, device="cpu"):
     """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence."""
-    before, after = (tokenizer.encode(part).tolist() for part in sentence.split("[MASK]", 1))
+    before, after = sentence.split("[MASK]", 1)
+    # The mask stands for a word and the space before it, as it does in transformers.
+    before = tokenizer.encode(before.rstrip()).tolist()
+    after = tokenizer.encode(after).tolist()
     ids = torch.tensor([[CLS, *before, MASK, *after, SEP]], device=device)
     position = torch.tensor([[len(before) + 1]], device=device)
     was_training = model.training

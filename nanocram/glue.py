@@ -1,4 +1,4 @@
-"""The GLUE benchmark (arXiv 1804.07461): tasks, files, metrics, tables, submissions, results.
+"""The GLUE benchmark (arXiv 1804.07461): tasks, files, metrics, the store of results, tables.
 
     python -c "from nanocram import glue; print(glue.read('rte', 'dev', 'path/to/GLUE')[0][:2])"
 
@@ -11,14 +11,12 @@ import hashlib
 import json
 import sys
 import warnings
-import zipfile
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
-from nanocram.safety import first_line, lock, write_beside, write_text
+from nanocram.safety import append_text, first_line, lock, write_text
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Task:
     hub_texts: tuple = ()  # where the Hub has other names
 
 
-def sizes(train, dev, test):
-    return {"train": train, "dev": dev, "test": test}
+def sizes(train, dev):
+    return {"train": train, "dev": dev}
 
 
 PAIR = ("sentence1", "sentence2")
@@ -50,21 +48,18 @@ ACC = ("accuracy",)
 F1 = ("f1", "accuracy")
 
 # fmt: off
-MNLI_SIZES = {"train": 392702, "dev_matched": 9815, "dev_mismatched": 9832,
-              "test_matched": 9796, "test_mismatched": 9847}
+MNLI_SIZES = {"train": 392702, "dev_matched": 9815, "dev_mismatched": 9832}
 TASKS = {
-    "cola": Task("CoLA", ("sentence",), "label", YES, ("matthews",), sizes(8551, 1043, 1063)),
-    "sst2": Task("SST-2", ("sentence",), "label", YES, ACC, sizes(67349, 872, 1821)),
-    "mrpc": Task("MRPC", STRINGS, "Quality", YES, F1, sizes(3668, 408, 1725), PAIR),
-    "stsb": Task("STS-B", PAIR, "score", (), ("pearson", "spearman"), sizes(5749, 1500, 1379)),
-    "qqp": Task("QQP", QUESTIONS, "is_duplicate", YES, F1, sizes(363846, 40430, 390965)),
+    "cola": Task("CoLA", ("sentence",), "label", YES, ("matthews",), sizes(8551, 1043)),
+    "sst2": Task("SST-2", ("sentence",), "label", YES, ACC, sizes(67349, 872)),
+    "mrpc": Task("MRPC", STRINGS, "Quality", YES, F1, sizes(3668, 408), PAIR),
+    "stsb": Task("STS-B", PAIR, "score", (), ("pearson", "spearman"), sizes(5749, 1500)),
+    "qqp": Task("QQP", QUESTIONS, "is_duplicate", YES, F1, sizes(363846, 40430)),
     "mnli": Task("MNLI", PAIR, "gold_label", THREE, ACC, MNLI_SIZES, PREMISE),
-    "qnli": Task("QNLI", ANSWERED, "label", ENTAILED, ACC, sizes(104743, 5463, 5463)),
-    "rte": Task("RTE", PAIR, "label", ENTAILED, ACC, sizes(2490, 277, 3000)),
-    "wnli": Task("WNLI", PAIR, "label", YES, ACC, sizes(635, 71, 146)),
+    "qnli": Task("QNLI", ANSWERED, "label", ENTAILED, ACC, sizes(104743, 5463)),
+    "rte": Task("RTE", PAIR, "label", ENTAILED, ACC, sizes(2490, 277)),
+    "wnli": Task("WNLI", PAIR, "label", YES, ACC, sizes(635, 71)),
 }
-# The diagnostic set has no training data of its own: a model of MNLI answers it.
-WITH_AX = {**TASKS, "ax": Task("AX", PAIR, "", THREE, (), {"diagnostic": 1104}, PREMISE)}
 
 # The nine numbers of the paper's mean, in the order of the table: {heading: (task, score)}.
 NINE = {
@@ -83,64 +78,31 @@ REFERENCES = {
 }
 # fmt: on
 
-# {file of a submission: (task whose model answers, task of the texts, split)}
-SUBMISSION = {f"{TASKS[name].folder}.tsv": (name, name, "test") for name in TASKS if name != "mnli"}
-SUBMISSION["MNLI-m.tsv"] = ("mnli", "mnli", "test_matched")
-SUBMISSION["MNLI-mm.tsv"] = ("mnli", "mnli", "test_mismatched")
-SUBMISSION["AX.tsv"] = ("mnli", "ax", "diagnostic")
-
-
-def parts(name, with_tests):
-    """{name: (task, split) of its texts}: what a fine-tuning reads.
-
-    A labelled split has its own name ("train", "dev"), a test set that of the file which its
-    answers become ("CoLA.tsv")."""
-    found = {split: (name, split) for split in TASKS[name].rows if is_labelled(split)}
-    if with_tests:
-        for file, (answered_by, task, split) in SUBMISSION.items():
-            if answered_by == name:
-                found[file] = (task, split)
-    return found
-
 
 def read(name, split, glue_dir):
     """(texts, labels) of a split: [(sentence,) or (first, second), …] and an array (N,).
 
-    It reads the official files in glue_dir, or the Hub if that is ''; labels of test sets are None.
-    Exits with one line if something is missing or damaged."""
-    task = WITH_AX[name]
+    It reads the official files in glue_dir, or the Hub if that is ''. Exits with one line if
+    something is missing or damaged."""
+    task = TASKS[name]
     texts, labels = read_tsv(name, split, glue_dir) if glue_dir else read_hub(name, split)
     if not texts:
         sys.exit(f"{task.folder}, {split}: there is not one row in it, fetch it again")
-    if not is_labelled(split):
-        return texts, None
     return texts, np.array(labels, np.int64 if task.labels else np.float64)
 
 
-def is_labelled(split):
-    return split.startswith(("train", "dev"))
-
-
-def official_file(name, split, glue_dir):
-    """The path of a split in glue_dir, plain or gzipped; None where it is not there."""
-    wanted = Path(glue_dir) / WITH_AX[name].folder / f"{split}.tsv"
-    places = [wanted, wanted.with_name(f"{split}.tsv.gz")]
-    if split == "diagnostic":  # downloads call the folder by either name
-        places += [Path(glue_dir) / split / place.name for place in places]
-    return next((place for place in places if place.exists()), None)
-
-
 def read_tsv(name, split, glue_dir):
-    """read() from an official file: columns between tabs, and nothing is quoted."""
-    task = WITH_AX[name]
-    path = official_file(name, split, glue_dir)
-    if path is None:
+    """read() from an official file, plain or gzipped: columns between tabs, nothing is quoted."""
+    task = TASKS[name]
+    path = Path(glue_dir) / task.folder / f"{split}.tsv"
+    if not path.exists():
+        path = path.with_name(f"{split}.tsv.gz")
+    if not path.exists():
         missing = f"{glue_dir}/{task.folder}/{split}.tsv not found"
         other = "name another --glue_dir ('' is the Hub)"
         sys.exit(f"{missing}: fetch it, {other}, or leave {name} out of --tasks")
 
-    labelled = is_labelled(split)
-    is_bare = task.folder == "CoLA" and labelled  # the one file without a header
+    is_bare = task.folder == "CoLA"  # the one task whose files have no header
     header = ["source", "label", "mark", "sentence"] if is_bare else None
     number_of = {label: i for i, label in enumerate(task.labels)}
     texts, labels = [], []
@@ -152,16 +114,12 @@ def read_tsv(name, split, glue_dir):
                 if None in row:  # DictReader's key for cells beyond the header
                     raise ValueError("too many columns")
                 if None in row.values():  # its value for missing cells
-                    # A few of QQP's rows end too soon; the Hub has left them out, too.
-                    if labelled:
-                        continue
-                    raise ValueError("too few columns")
+                    continue  # a few of QQP's rows end too soon; the Hub has left them out, too
                 texts.append(tuple(row[column] for column in task.texts))
-                if labelled:
-                    label = row[task.label]
-                    labels.append(number_of[label] if task.labels else float(label))
-                    if not 0 <= labels[-1] <= 5:  # STS-B's scores; numbers of classes are below 3
-                        raise ValueError(f"no score is {label}")
+                label = row[task.label]
+                labels.append(number_of[label] if task.labels else float(label))
+                if not 0 <= labels[-1] <= 5:  # STS-B's scores; numbers of classes are below 3
+                    raise ValueError(f"no score is {label}")
         except (OSError, EOFError, ValueError, LookupError, csv.Error) as e:
             sys.exit(f"{path}, line {rows.line_num} ({e!r:.80}): fetch the official file")
     return texts, labels
@@ -169,16 +127,15 @@ def read_tsv(name, split, glue_dir):
 
 def read_hub(name, split):
     """read() from nyu-mll/glue on the Hub, where labels are numbers already."""
-    task = WITH_AX[name]
+    task = TASKS[name]
     try:
         from datasets import load_dataset
 
-        hub_split = split.replace("dev", "validation").replace("diagnostic", "test")
-        rows = load_dataset("nyu-mll/glue", name, split=hub_split)
+        rows = load_dataset("nyu-mll/glue", name, split=split.replace("dev", "validation"))
         columns = [rows[column][:] for column in task.hub_texts or task.texts]
         return list(zip(*columns, strict=True)), rows["label"][:]
     except Exception as e:  # no package, no network, no such data set: each raises something else
-        reason = f"cannot get {name} from the Hub ({first_line(e, 120)})"
+        reason = f"cannot get {name} from the Hub ({first_line(e, 300)})"
         sys.exit(f"{reason}: name a --glue_dir with the official files")
 
 
@@ -212,7 +169,7 @@ def score(name, labels, outputs):
     return {metric: 100 * float(np.nan_to_num(value)) for metric, value in values.items()}
 
 
-# Tables of runs, {"task", "seed", "rows", "data", "scores", …}, as they stand in glue.json.
+# Tables of runs, {"task", "seed", "rows", "data", "scores", …}, as they stand in glue.jsonl.
 def runs_by_task(runs):
     """{task: its runs, sorted by seed}; only those on the same data as the task's last run."""
     result = {}
@@ -326,111 +283,61 @@ def markdown_page(results):
     return "\n".join([*lines, ""])
 
 
-def write_answers(path, task, outputs):
-    """Write one file of a submission: a header, then number and official label of each row."""
-    answers = decide(task, outputs)
-    if task.labels:
-        labels = [task.labels[number] for number in answers]
-    else:
-        labels = [f"{value:.3f}" for value in answers.clip(0, 5)]
-    lines = [f"{i}\t{label}" for i, label in enumerate(labels)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "\n".join(["index\tprediction", *lines, ""]))
+# The store: glue.jsonl, to which each run adds a line. What it was a run of, in these fields:
+IDENTITY = ("system", "weights", "settings")
+SHOWN = {"rows", "scores", "date", "device"}  # what a page says of it
 
 
-def written_answers(splits, folder):
-    """{file of a submission: fingerprint of its test set and of what it says, '' if missing}."""
-    result = {}
-    for file in SUBMISSION:
-        if file in splits:
-            path = folder / file
-            source = splits[file]["source"]
-            result[file] = fingerprint(source, path.read_bytes()) if path.exists() else ""
-    return result
+def read_runs(folder, warn=False):
+    """The runs in a folder's glue.jsonl, the last of each identity, task, seed and data.
+
+    warn: name the lines that are no run, be it of a kill or of an editor."""
+    path = Path(folder) / "glue.jsonl"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            run = json.loads(line)
+            key = json.dumps([run[name] for name in (*IDENTITY, "task", "seed", "data")])
+            is_known = run["task"] in TASKS and run.keys() >= SHOWN
+        except (ValueError, LookupError, TypeError):
+            is_known = False
+        if not is_known:
+            if warn:
+                print(f"{path}, line {number} is no run: left out")
+            continue
+        found.pop(key, None)  # a run that is added again is the last one
+        found[key] = run
+    return list(found.values())
 
 
-def write_submission(folder, runs):
-    """Zip each task's files of the seed with the median score; say what is not there.
-
-    folder/seed0/CoLA.tsv and so on are there already; each run's "predictions" names its files."""
-    chosen = {}
-    answered = [run for run in runs if run["predictions"]]
-    for found in runs_by_task(answered).values():
-        ranked = sorted(found, key=lambda run: next(iter(run["scores"].values())))
-        middle = ranked[(len(ranked) - 1) // 2]
-        chosen |= {file: f"seed{middle['seed']}/{file}" for file in middle["predictions"]}
-
-    def write(temporary):
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
-            for file, path in chosen.items():
-                archive.write(folder / path, file)
-
-    folder.mkdir(parents=True, exist_ok=True)
-    write_beside(folder / "submission.zip", write)
-    print(f"{folder}/submission.zip: {', '.join(chosen.values()) or 'empty'}")
-    missing = [file for file in SUBMISSION if file not in chosen]
-    if missing:
-        print(f"the leaderboard also wants {', '.join(missing)}: name their --tasks")
-
-
-# The store: glue.json, {"systems": [{"system", "weights", "protocol", "machine", "runs"}, …]}.
-IDENTITY = ("system", "weights", "protocol")
-
-
-def read_entries(folder):
-    """The list under "systems" in a folder's glue.json; exits if the file is not ours."""
-    path = Path(folder) / "glue.json"
-    if not path.exists():
-        return []
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["systems"]
-    except (ValueError, LookupError, TypeError) as e:
-        sys.exit(f"{path} is broken ({e!r:.80}): move it away, and type the same again")
-
-
-def find_entry(entries, wanted):
-    """The one with the name, weights and protocol of wanted; if there is none, a new one."""
-    for entry in entries:
-        if all(entry[key] == wanted[key] for key in IDENTITY):
-            return entry
-    entries.append({**wanted, "runs": []})
-    return entries[-1]
-
-
-def stored_runs(folder, entry):
-    """The runs in glue.json of what has the name, weights and protocol of entry."""
-    return find_entry(read_entries(folder), entry)["runs"]
-
-
-def runs_by_name(folder):
-    """{name: runs} of all that is in glue.json, in its order; equal names are made different.
+def runs_by_name(runs):
+    """{name: its runs}; the names of what differs in weights or precision are made different.
 
     A name holds every setting that is not the paper's."""
     result = {}
-    for entry in read_entries(folder):
-        name = entry["system"]
-        while name in result:
+    for run in runs:
+        name = run["system"]
+        while name in result and any(result[name][0][key] != run[key] for key in IDENTITY):
             name += " (other weights or precision)"
-        result[name] = entry["runs"]
+        result.setdefault(name, []).append(run)
     return result
 
 
 def results_lock(folder):
-    """The lock on a folder's glue.json and glue.md; exits if they are not ours."""
+    """The lock on a folder's glue.jsonl and glue.md; exits if glue.md is not ours."""
     folder = Path(folder)
-    if (folder / "glue.md").exists() and not (folder / "glue.json").exists():
-        sys.exit(f"{folder}/glue.md is there without a glue.json: it is not ours, move it away")
+    if (folder / "glue.json").exists() and not (folder / "glue.jsonl").exists():
+        sys.exit(f"{folder} has glue.json of an older version: move it and glue.md away")
+    if (folder / "glue.md").exists() and not (folder / "glue.jsonl").exists():
+        sys.exit(f"{folder}/glue.md is there without a glue.jsonl: it is not ours, move it away")
     return lock(folder / ".glue.lock", wait=True)
 
 
-def add_runs(folder, entry, runs):
-    """Add runs to glue.json, in place of those of equal task, seed and data; draw glue.md anew."""
-    identity = itemgetter("task", "seed", "data")
+def add_runs(folder, runs):
+    """Add runs to glue.jsonl, a line each, and draw glue.md anew."""
     folder = Path(folder)
-    new = [identity(run) for run in runs]
+    lines = "".join(json.dumps(run) + "\n" for run in runs)
     with results_lock(folder):  # other processes may be at other tasks
-        entries = read_entries(folder)
-        stored = find_entry(entries, entry)
-        stored["runs"] = [run for run in stored["runs"] if identity(run) not in new] + runs
-        write_text(folder / "glue.json", json.dumps({"systems": entries}, indent=1))
-        write_text(folder / "glue.md", markdown_page(runs_by_name(folder)))
+        append_text(folder / "glue.jsonl", lines)
+        write_text(folder / "glue.md", markdown_page(runs_by_name(read_runs(folder))))

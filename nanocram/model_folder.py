@@ -8,7 +8,7 @@ names, for load().
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -17,7 +17,12 @@ from model import ROPE_THETA, Classifier, MaskedLM, ModelConfig
 from nanocram.safety import first_line, write_beside, write_text
 
 # The switches that make another architecture, as ModernBERT has them.
-NATIVE = {"activation": "geglu", "position": "rope", "post_norm": False, "embedding_norm": True}
+NATIVE = {
+    "activation": "geglu",
+    "position_embedding": "rope",
+    "post_norm": False,
+    "embedding_norm": True,
+}
 NATIVE |= {"first_attn_norm": False, "final_norm": True, "token_types": 0}
 
 # Our fields by ModernBERT's names, and what never changes.
@@ -35,6 +40,9 @@ SAME = {
     "classifier_bias": "head_bias",
     "decoder_bias": "decoder_bias",
 }
+# Fields of ModelConfig and State by the names that they had until November 2026.
+RENAMED = {"position": "position_embedding", "start_seconds": "setup_seconds"}
+RENAMED |= {"skipped_in_row": "consecutive_skips"}
 FIXED = {"model_type": "modernbert", "dtype": "float32", "tie_word_embeddings": True}
 FIXED |= {"hidden_activation": "gelu", "classifier_pooling": "cls"}
 FIXED |= {"global_rope_theta": ROPE_THETA, "local_rope_theta": ROPE_THETA}
@@ -66,6 +74,17 @@ def folder_config(config, labels=None):
         found["label2id"] = {name: i for i, name in enumerate(names)}
         found["problem_type"] = "single_label_classification" if labels else "regression"
     return found | {"nanocram": asdict(config)}
+
+
+def today(saved, known, where):
+    """{field: value} as older code, or a fork's, has saved it, by today's names.
+
+    A field that is not among the known ones is named in a line and left out."""
+    renamed = {RENAMED.get(name, name): value for name, value in saved.items()}
+    gone = [str(name) for name in renamed if name not in known]
+    if gone:
+        print(f"{where} also has what this code does not know, left out: {', '.join(gone)}")
+    return {name: value for name, value in renamed.items() if name in known}
 
 
 def to_folder_keys(state, config):
@@ -154,13 +173,16 @@ def load(folder, device="cpu"):
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
         state = load_file(Path(folder) / "model.safetensors")
-        model = MaskedLM(ModelConfig(**config["nanocram"]))
-        if "id2label" in config:
+        known = {field.name for field in fields(ModelConfig)}
+        model = MaskedLM(ModelConfig(**today(config["nanocram"], known, folder)))
+        # Of two labels without names, transformers writes none.
+        labels = config.get("id2label", ("LABEL_0", "LABEL_1"))
+        if "id2label" in config or "ForSequenceClassification" in str(config.get("architectures")):
             if not model.config.head_transform:
                 raise ValueError("a classifier of transformers' making; try --baseline=hf:FOLDER")
             pooling = config.get("classifier_pooling", "cls")
             dropout = config.get("classifier_dropout", 0.1)
-            model = Classifier(model, len(config["id2label"]), dropout, pooling)
+            model = Classifier(model, len(labels), dropout, pooling)
         wrong = misfit(state, to_folder_keys(model.state_dict(), model.config))
         if wrong:
             raise ValueError(wrong)

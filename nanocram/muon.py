@@ -34,7 +34,13 @@ class Muon(torch.optim.Optimizer):
 
     It takes matrices (2-D) alone. dtype: that of the products in orthogonalise()."""
 
+    MOMENTS = 1  # tensors that it keeps of each matrix
+
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16):
+        if lr < 0 or weight_decay < 0:
+            raise ValueError(
+                f"Muon's rate {lr} and weight decay {weight_decay} must not be below 0"
+            )
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.dtype = dtype
 

@@ -14,6 +14,7 @@ import sys
 import torch
 
 from model import Block, MaskedLM, mixed_precision
+from nanocram import machine
 
 
 def split(model):
@@ -34,19 +35,15 @@ def views(flat, parameters):
     return [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
 
-def memory_plan(
-    config, amp_dtype, *, micro_batch, seq_len, n_predicted, pinned, free_host, free_device
-):
-    """(what memory a model of config takes, in words; whether sums_stay, as Streamed has it).
+def plan_memory(config, dev, amp_dtype, *, rows, seq_len, n_predicted):
+    """Say what memory a model of config takes; whether sums_stay, as Streamed has it.
 
-    free_host, free_device: bytes. Exits with one line where the host's are too few."""
+    rows: of a micro-batch. Exits with one line where the host's memory does not suffice."""
     with torch.device("meta"):
         outside, *blocks = (4 * sum(map(padded, group)) for group in split(MaskedLM(config)))
-    # torch hands out pinned memory in powers of two.
-    sizes = [1 << (size - 1).bit_length() if pinned else size for size in (outside, *blocks)]
-    # Weights and gradients, two moments, and the weights of a checkpoint while it is read.
-    on_host = 2 * sum(sizes) + 3 * (outside + sum(blocks))
+    on_host = bytes_on_host((outside, *blocks), pinned=dev.type == "cuda")
     words = f"offload: {on_host / 1e9:.3g} GB in host memory"
+    free_host = machine.free_bytes(torch.device("cpu"))
     if on_host > free_host:
         missing = f"{(on_host - free_host) / 1e9:.3g} GB more than are free"
         sys.exit(f"{words}, {missing}: type a smaller --n_layer or --n_embd")
@@ -56,15 +53,26 @@ def memory_plan(
     width = amp_dtype.itemsize
     token = 4 * C * config.n_layer + 4 * C + width * (9 * C + 4 * config.n_inner)
     logits = (8 + width) * config.vocab_size
-    rows = micro_batch * (seq_len * token + n_predicted * logits)
+    batch = rows * (seq_len * token + n_predicted * logits)
     # Outside of the blocks: weights, sums, the table's two gradients before they are one. Of the
     # blocks: two slots, two sums, gradients on their way to these, weights as autocast has them.
-    least = 4 * outside + 6 * max(blocks) + rows
+    least = 4 * outside + 6 * max(blocks) + batch
     most = least + sum(blocks) - 2 * max(blocks)
-    sums_stay = most < 0.9 * free_device
+    sums_stay = most < 0.9 * machine.free_bytes(dev)
     on_device = most if sums_stay else least
     where = "add up on the device" if sums_stay else "come and go with the weights"
-    return f"{words}, about {on_device / 1e9:.3g} GB on the device; gradients {where}", sums_stay
+    about = f"about {on_device / 1e9:.3g} GB on the device"
+    print(f"{words}, {about}; gradients {where}", flush=True)
+    return sums_stay
+
+
+def bytes_on_host(sizes, pinned):
+    """Bytes of host memory for groups of so many bytes of weights.
+
+    Weights and gradients, two moments, and the weights of a checkpoint while it is read."""
+    # torch hands out pinned memory in powers of two.
+    whole = [1 << (size - 1).bit_length() if pinned else size for size in sizes]
+    return 2 * sum(whole) + 3 * sum(sizes)
 
 
 class Slot:
@@ -100,17 +108,16 @@ class Group:
 class Streamed:
     """A MaskedLM of the host whose passes are computed on a device, block after block.
 
-    A step: p.grad = None; passes, is_last set before the last one's forward; collect(), and p.grad
-    holds the gradients. sums_stay: those of all blocks add up on the device. If they do not fit, a
-    block's sums travel with its weights; the host never adds, which leaves its memory to copies."""
+    A step: p.grad = None; passes; collect(), and p.grad holds the gradients. sums_stay: those of
+    all blocks add up on the device. If they do not fit, a block's sums travel with its weights; the
+    host never adds, which leaves its memory to copies."""
 
     def __init__(self, model, dev, amp_dtype, sums_stay):
         self.model = model
         self.amp_dtype = amp_dtype
         self.sums_stay = sums_stay or len(model.model.layers) <= 2  # two slots hold them all
         self.is_first = True  # the micro-batch under way is the first of its step
-        self.is_last = True  # and the last: gradients go to the host
-        self.block_forward = Block.forward  # or that compiled, as compiled() does
+        self.block_forward = Block.forward  # or that compiled, as compile() does
         self.random = torch.cuda if dev.type == "cuda" else torch  # has the state of dropout
         # One stream for each direction: the bus carries both at once. On a CPU they do nothing.
         self.streams = torch.get_device_module(dev)
@@ -147,7 +154,7 @@ class Streamed:
             self.resident.sum_slot.buffer.zero_()
         return self.twin(*args)
 
-    def compiled(self, loss_fn):
+    def compile(self, loss_fn):
         """loss_fn with compiled blocks, but in evaluations: a graph for each kind of block."""
         block_forward = torch.compile(Block.forward, dynamic=False)
 
@@ -198,7 +205,9 @@ class Streamed:
 
     def collect(self):
         """Wait until p.grad holds the gradients, summed over the step's micro-batches."""
-        self.take_home(self.resident)
+        staying = self.groups if self.sums_stay else []
+        for group in (self.resident, *staying):
+            self.take_home(group)
         self.streams.synchronize()
 
 
@@ -207,11 +216,11 @@ def leaf(tensor):
     return None if tensor is None else tensor.detach().requires_grad_()
 
 
-def compute(block_forward, block, rope, mask, positions, x, context):
+def compute(block_forward, block, rope, attn_bias, positions, x, context):
     """(x, context, y): fresh leaves, and a block's output y, whose backward fills their grad."""
     x, context = leaf(x), leaf(context)
     with torch.enable_grad():
-        y = block_forward(block, x, rope, mask, context, positions)
+        y = block_forward(block, x, rope, attn_bias, context, positions)
     return x, context, y
 
 
@@ -219,13 +228,13 @@ class StreamedBlock(torch.autograd.Function):
     """A block in both passes: it keeps its inputs alone, and is computed anew to go backward."""
 
     @staticmethod
-    def forward(ctx, streamed, i, x, rope, mask, context=None, positions=None):
+    def forward(ctx, streamed, i, x, rope, attn_bias, context=None, positions=None):
         ctx.save_for_backward(x, context)
         ctx.streamed = streamed
         ctx.i = i
         ctx.random_state = streamed.random.get_rng_state()
         which = streamed.block_forward, streamed.blocks[i]
-        ctx.compute = functools.partial(compute, *which, rope, mask, positions)
+        ctx.compute = functools.partial(compute, *which, rope, attn_bias, positions)
         streamed.get_weights(i, i + 1)
         # With gradients, as in the backward pass: one compiled graph is both, with equal dropout.
         *_, y = ctx.compute(x, context)
@@ -240,7 +249,7 @@ class StreamedBlock(torch.autograd.Function):
         with mixed_precision(grad.device, streamed.amp_dtype):
             x, context, y = ctx.compute(*ctx.saved_tensors)
         torch.autograd.backward(y, grad)
-        if streamed.is_last or not streamed.sums_stay:
+        if not streamed.sums_stay:
             streamed.take_home(streamed.groups[ctx.i])
         if ctx.i == 0:  # for forward() to see that the step has begun; numbers come with collect()
             for group in (streamed.resident, *streamed.groups):

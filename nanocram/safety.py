@@ -6,17 +6,17 @@ Files are written beside their goal and renamed.
 """
 
 import contextlib
+import errno
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # on Windows nothing is locked
-    fcntl = None
+from filelock import FileLock, Timeout
 
+CANNOT_LOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 # What Python, PyTorch's allocators and cuBLAS say where memory runs out.
 OUT_OF_MEMORY = (
     "memoryerror",
@@ -48,6 +48,22 @@ def write_text(path, text):
     write_beside(path, lambda temporary: temporary.write_text(text, "utf-8", newline="\n"))
 
 
+def append_text(path, text):
+    """Add lines to a text file, or raise OSError and leave it as it was."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "a+b") as f:
+            if size:
+                f.seek(-1, os.SEEK_END)
+                if f.read(1) != b"\n":  # a line that a kill cut short
+                    text = "\n" + text
+            f.write(text.encode())
+    except OSError:
+        with contextlib.suppress(OSError):  # it may not be there
+            os.truncate(path, size)
+        raise
+
+
 def lock_file(folder):
     """The lock file of a folder: hidden, next to it, for the folder itself may be renamed."""
     folder = Path(folder).absolute()
@@ -55,21 +71,25 @@ def lock_file(folder):
     return folder.with_name(f".{folder.name}.lock")
 
 
+@contextlib.contextmanager
 def lock(path, wait=False):
-    """Open the file at path, creating it if need be, and lock it until it is closed.
+    """Hold the lock file at path: a process that is killed loses it.
 
-    A killed process loses its lock. While another one holds it, this waits (wait=True) or exits."""
-    # For writing: NFS locks nothing that is open for reading only.
-    file = open(path, "a")  # noqa: SIM115
-    if fcntl is None:
-        return file
+    While another one holds it, this waits (wait=True) or exits with one line."""
+    held = FileLock(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        held.acquire(timeout=-1 if wait else 0)
+    except Timeout:
         sys.exit(f"{path} is held by another process: wait for it, or choose another folder")
-    except OSError:  # a file system that cannot lock
+    except NotImplementedError:  # a file system that cannot lock
         pass
-    return file
+    except OSError as e:
+        if e.errno not in CANNOT_LOCK:
+            raise
+    try:
+        yield
+    finally:
+        held.release()
 
 
 def first_line(error, length=150):
@@ -127,24 +147,34 @@ def run(main, where, then, less_memory=lambda: "a smaller model"):
         sys.exit(f"out of memory: type {less_memory()}")
 
 
-def stop_at_signals(stop):
-    """Call stop() at a SIGINT, a SIGTERM or, as a terminal closes, a SIGHUP.
+class Signals:
+    """With it, a SIGINT, a SIGTERM or, as a terminal closes, a SIGHUP sets .stop.
 
     A second one of its kind, two seconds later or more, ends the process at once. Of its kind:
     after a Ctrl-C torchrun sends its ranks a SIGTERM, and they are to save. Two seconds: a batch
     system's SIGTERM reaches each rank, and torchrun, which sends its own."""
 
-    def handler(number, frame):
+    def __init__(self):
+        self.stop = False
+        self.before = {}  # {number: the handler to put back}
+
+    def __enter__(self):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        # Windows has no SIGHUP, and under nohup it is ignored: that is to stay so.
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        if threading.current_thread() is threading.main_thread():  # no other one may
+            self.before = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def handle(self, number, frame):
         signal.signal(number, signal.SIG_IGN)
-        stop()
+        self.stop = True
         with contextlib.suppress(OSError):  # nobody may be reading any more
             os.write(2, b"\nstopping and saving; once more ends the run at once\n")
         time.sleep(2)
         signal.signal(number, signal.SIG_DFL)
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    # Windows has no SIGHUP, and under nohup it is ignored: that is to stay so.
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        signal.signal(number, handler)

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 PAD, CLS, SEP, MASK = range(4)
-MODES = ("ascii", "plain")  # see normalise()
+MODES = ("ascii", "plain", "none")  # see normalise()
 SPECIAL = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[MASK]": MASK}
 
-# Words, groups of at most two digits, punctuation. Each run is bounded, since tiktoken fails
-# on one of 10^6 spaces.
+# Words, groups of at most two digits, punctuation, white space. Each run is bounded, since tiktoken
+# fails on one of 10^6 spaces.
 PATTERN = r" ?[\p{L}\p{M}]{1,24}| ?\p{N}{1,2}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8}"
 
 # Each rule below is applied twice, by Python here and by the tokenizers library from its file. Both
@@ -60,7 +60,10 @@ def normalise(text, mode):
     ASCII punctuation.
 
     Mode "ascii" is the paper's (section 4.4) but for FOLD: quotes unified, NFD, lower case, accents
-    and all else outside ASCII removed. Mode "plain" keeps case, accents and every script."""
+    and all else outside ASCII removed. Mode "plain" keeps case, accents and every script. Mode
+    "none" keeps all: the text is returned as it is."""
+    if mode == "none":
+        return text
     if mode == "ascii":
         # To look only at the runs outside ASCII made this function twice as fast.
         if not text.isascii():
@@ -73,7 +76,9 @@ def normalise(text, mode):
 
 
 def normaliser_steps(mode):
-    """normalise() as the "normalizer" of a tokenizer.json."""
+    """normalise() as the "normalizer" of a tokenizer.json; None where it does nothing."""
+    if mode == "none":
+        return None
 
     def replace(pattern, content, kind="Regex"):
         return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
@@ -99,10 +104,17 @@ def train_tokenizer(texts, size, mode, folder):
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
+    # The space that normalise() puts before the first word is in no text: decode() leaves it out.
+    # That of another word is in its token, but not in the token's offsets: with it the span of a
+    # name began with a space, and the collator for whole words took a whole row for one word.
+    prefixed = mode != "none"
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), *strip])
+    offsets = processors.ByteLevel(add_prefix_space=prefixed, trim_offsets=True, use_regex=False)
     single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
     special = [("[CLS]", CLS), ("[SEP]", SEP)]
-    tokenizer.post_processor = processors.TemplateProcessing(single, pair, special)
+    template = processors.TemplateProcessing(single, pair, special)
+    tokenizer.post_processor = processors.Sequence([offsets, template])
     options = {"initial_alphabet": byte_level.alphabet(), "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), **options)
     tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
@@ -122,6 +134,9 @@ def train_tokenizer(texts, size, mode, folder):
             if entry[:i] in vocab and entry[i:] in vocab:
                 merges.append([entry[:i], entry[i:]])
     spec["model"] |= {"merges": merges, "ignore_merges": True}
+    # A word of running text has the space before it in its token, so a [MASK] for it takes it too.
+    # The other normalisations drop that space, this one would leave it as a token of its own.
+    spec["added_tokens"][MASK]["lstrip"] = not prefixed
     text = json.dumps(spec, ensure_ascii=False)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
 
@@ -146,6 +161,9 @@ class Tokenizer:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
             known = [mode for mode in MODES if normaliser_steps(mode) == spec["normalizer"]]
             self.mode = known[0]
+            split = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+            if split != {"Regex": PATTERN}:  # many files of others have no normaliser either
+                raise ValueError("its words are split otherwise")
             vocab = spec["model"]["vocab"]
             words = vocab.keys() - SPECIAL.keys()
             ranks = {bytes(BYTE_OF[char] for char in word): vocab[word] for word in words}

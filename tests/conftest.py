@@ -1,14 +1,10 @@
 """What several test files share: a small data set, small runs of train.py, a small GLUE."""
 
-import csv
-import dataclasses
 import gzip
-import io
 import os
-import signal
 import subprocess
 import sys
-import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +23,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from model import ModelConfig
 from nanocram import machine
 
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
@@ -100,7 +95,6 @@ def train(monkeypatch, data_dir, tmp_path):
     """The train module with the settings of a small run; set others with put()."""
     import train
 
-    monkeypatch.setattr(signal, "signal", lambda *handler: None)  # pytest keeps its own handlers
     # Seconds of work, and many of them in bfloat16 where that is not native.
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)
     folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
@@ -115,6 +109,13 @@ def put(monkeypatch, module, **settings):
         monkeypatch.setattr(module, name, value)
 
 
+def model_config(**changes):
+    """A ModelConfig of train.py's settings, but for changes."""
+    import train
+
+    return replace(train.model_config(), **changes)
+
+
 def new_run(amp_dtype=torch.float32):
     """A Run of train.py as it is set, on the CPU."""
     import train
@@ -123,101 +124,72 @@ def new_run(amp_dtype=torch.float32):
     meta = load_meta(train.data_dir)
     path = Path(train.data_dir) / "train.bin"
     rows = Rows(path, meta["counts"]["rows"], train.seq_len, train.vocab_size)
-    sizes = {f.name: getattr(train, f.name) for f in dataclasses.fields(ModelConfig)}
-    return train.Run(ModelConfig(**sizes), meta, rows, torch.device("cpu"), amp_dtype)
+    return train.build(train.model_config(), meta, rows, torch.device("cpu"), amp_dtype)
 
 
-def train_step(run, progress):
-    """One step as main() does it; whether it came to its end, and (loss, norm) if so."""
+def new_log(run):
+    """The record.Log of a run, in out_dir, which exists then; its writer is rank 0."""
     import train
+    from nanocram import record
+    from nanocram.tokenizer import Tokenizer
 
-    n_rows = train.batch_rows(progress)
-    total_loss = train.accumulate(run, n_rows, train.mask_count(progress))
-    if total_loss is None:
-        return None
-    done = train.update(run, total_loss, train.lr_scale(progress))
-    run.state.step += 1
-    run.state.row += n_rows
-    return done
+    Path(train.out_dir).mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(Path(train.data_dir) / "tokenizer.json")
+    return record.Log(run, train.out_dir, tokenizer, matmul_rate=1e12)
 
 
-# The headers of the official GLUE download: (train, dev, test); the columns that hold text are
-# named in TEXT.
-WIDE = "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse "
-WIDE += "sentence1_parse sentence2_parse "
-HEADERS = {
-    "CoLA": (None, None, "index sentence"),
-    "SST-2": ("sentence label", "sentence label", "index sentence"),
-    "MRPC": ("Quality|#1 ID|#2 ID|#1 String|#2 String",) * 2
-    + ("index|#1 ID|#2 ID|#1 String|#2 String",),
-    "STS-B": ("index genre filename year old_index source1 source2 sentence1 sentence2 score",) * 2
-    + ("index genre filename year old_index source1 source2 sentence1 sentence2",),
-    "QQP": ("id qid1 qid2 question1 question2 is_duplicate",) * 2 + ("id question1 question2",),
-    "MNLI": (
-        WIDE + "sentence1 sentence2 label1 gold_label",
-        WIDE + "sentence1 sentence2 label1 label2 label3 label4 label5 gold_label",
-        WIDE + "sentence1 sentence2",
+# The official GLUE files: columns, which of them are the texts and the label, and the labels.
+PARSES = "index|promptID|pairID|genre|sentence1_binary_parse|sentence1_parse|"
+GENRES = "index|genre|filename|year|old_index|source1|source2|sentence1|sentence2|score"
+BOTH = ("sentence1", "sentence2")
+ENTAILED = ("entailment", "not_entailment")
+OFFICIAL_FILES = {
+    "CoLA": ("source|label|mark|sentence", ("sentence",), ("0", "1")),
+    "SST-2": ("sentence|label", ("sentence",), ("0", "1")),
+    "MRPC": ("Quality|#1 ID|#2 ID|#1 String|#2 String", ("#1 String", "#2 String"), ("0", "1")),
+    "STS-B": (GENRES, BOTH, ()),
+    "QQP": (
+        "id|qid1|qid2|question1|question2|is_duplicate",
+        ("question1", "question2"),
+        ("0", "1"),
     ),
-    "QNLI": ("index question sentence label",) * 2 + ("index question sentence",),
-    "RTE": ("index sentence1 sentence2 label",) * 2 + ("index sentence1 sentence2",),
-    "WNLI": ("index sentence1 sentence2 label",) * 2 + ("index sentence1 sentence2",),
+    "MNLI": (
+        PARSES + "sentence1|sentence2|label1|gold_label",
+        BOTH,
+        ("entailment", "neutral", "contradiction"),
+    ),
+    "QNLI": ("index|question|sentence|label", ("question", "sentence"), ENTAILED),
+    "RTE": ("index|sentence1|sentence2|label", BOTH, ENTAILED),
+    "WNLI": ("index|sentence1|sentence2|label", BOTH, ("0", "1")),
 }
-TEXT = (
-    ("sentence", "#1 String", "sentence1", "question1", "question"),
-    ("#2 String", "sentence2", "question2"),
-)
-LABEL = ("label", "Quality", "score", "is_duplicate", "gold_label")
-NAMES = {
-    "QNLI": ("entailment", "not_entailment"),
-    "RTE": ("entailment", "not_entailment"),
-    "MNLI": ("entailment", "neutral", "contradiction"),
-}
+LABEL_COLUMNS = {"label", "Quality", "score", "is_duplicate", "gold_label"}
 
 
-def write_glue(folder, sentences, train=40, dev=12, test=7):
+def write_glue(folder, sentences, train=40, dev=12):
     """Files in the official layout, labels by the length of the first text; {(task, split):
     [(texts, label)]}."""
     written = {}
-    for task, headers in HEADERS.items():
-        suffixes = ("_matched", "_mismatched") if task == "MNLI" else ("",)
-        splits = [("train", headers[0], train), *((f"dev{s}", headers[1], dev) for s in suffixes)]
-        for at, (split, header, n) in enumerate(
-            [*splits, *((f"test{s}", headers[2], test) for s in suffixes)]
-        ):
-            bare, columns = (
-                header is None,
-                (header or "source label mark sentence").replace(" ", "|").split("|"),
-            )
-            columns = header.split("|") if header and "|" in header else columns
-            lines, written[task, split] = [] if bare else ["\t".join(columns)], []
-            for i in range(n):
-                a, b = (
-                    sentences[(7 * i + at) % len(sentences)],
-                    sentences[(3 * i + at) % len(sentences)],
-                )
-                names = NAMES.get(task, ("0", "1"))
-                label = f"{len(a) / 40:.3f}" if task == "STS-B" else names[len(a) % len(names)]
-                first, second = (
-                    (TEXT[0], TEXT[1]) if task != "QNLI" else (("question",), ("sentence",))
-                )
-                cells = {
-                    c: a if c in first else b if c in second else label if c in LABEL else "x"
-                    for c in columns
-                }
-                lines.append("\t".join(cells.values()))
-                texts = (a,) if task in ("CoLA", "SST-2") else (a, b)
-                written[task, split].append((texts, label if set(LABEL) & {*columns} else None))
-            (folder / task).mkdir(parents=True, exist_ok=True)
-            start = "\ufeff" if task == "MRPC" and split != "test" else ""
-            (folder / task / f"{split}.tsv").write_text(
-                start + "\n".join(lines) + "\n", encoding="utf-8", newline="\n"
-            )
-    (folder / "AX").mkdir()
-    lines = [
-        "index\tsentence1\tsentence2",
-        *(f"{i}\t{s}\t{s}" for i, s in enumerate(sentences[:test])),
-    ]
-    (folder / "AX/diagnostic.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for task, (header, text_columns, labels) in OFFICIAL_FILES.items():
+        devs = ("dev_matched", "dev_mismatched") if task == "MNLI" else ("dev",)
+        (folder / task).mkdir(parents=True)
+        for at, split in enumerate(("train", *devs)):
+            if task == "MNLI" and at:
+                header = header.replace("label1|g", "label1|label2|label3|label4|label5|g")
+            columns = header.split("|")
+            lines = [] if task == "CoLA" else ["\t".join(columns)]
+            rows = written[task, split] = []
+            for i in range(dev if at else train):
+                numbers = (7 * i + at, 3 * i + at)[: len(text_columns)]
+                texts = tuple(sentences[n % len(sentences)] for n in numbers)
+                length = len(texts[0])
+                label = labels[length % len(labels)] if labels else f"{length / 40:.3f}"
+                cells = dict.fromkeys(columns, "x") | dict.fromkeys(LABEL_COLUMNS, label)
+                cells |= dict(zip(text_columns, texts, strict=True))
+                lines.append("\t".join(cells[column] for column in columns))
+                rows.append((texts, label))
+            start = "\ufeff" if task == "MRPC" else ""
+            text = start + "\n".join(lines) + "\n"
+            (folder / task / f"{split}.tsv").write_text(text, encoding="utf-8", newline="\n")
     return written
 
 
@@ -233,34 +205,6 @@ def glue_files(tmp_path_factory, sentences):
     """(folder of a small GLUE in the official layout, what was written into it)."""
     folder = tmp_path_factory.mktemp("glue")
     return folder, write_glue(folder, sentences)
-
-
-# gluebenchmark.com: rows of each file, and the labels that may stand in it.
-LEADERBOARD = {
-    "CoLA.tsv": (1063, {"0", "1"}),
-    "SST-2.tsv": (1821, {"0", "1"}),
-    "MRPC.tsv": (1725, {"0", "1"}),
-    "STS-B.tsv": (1379, None),
-    "QQP.tsv": (390965, {"0", "1"}),
-    "MNLI-m.tsv": (9796, {"entailment", "neutral", "contradiction"}),
-    "MNLI-mm.tsv": (9847, {"entailment", "neutral", "contradiction"}),
-    "QNLI.tsv": (5463, {"entailment", "not_entailment"}),
-    "RTE.tsv": (3000, {"entailment", "not_entailment"}),
-    "WNLI.tsv": (146, {"0", "1"}),
-    "AX.tsv": (1104, {"entailment", "neutral", "contradiction"}),
-}
-
-
-def check_submission(path, counts):
-    """Every file of the zip as the leaderboard wants it: header, numbers of the rows, labels."""
-    with zipfile.ZipFile(path) as archive:
-        assert sorted(archive.namelist()) == sorted(counts)
-        for name, n in counts.items():
-            rows = list(csv.reader(io.StringIO(archive.read(name).decode()), delimiter="\t"))
-            assert rows[0] == ["index", "prediction"]
-            assert [row[0] for row in rows[1:]] == [str(i) for i in range(n)]
-            values, labels = {row[1] for row in rows[1:]}, LEADERBOARD[name][1]
-            assert values <= labels if labels else all(0 <= float(v) <= 5 for v in values)
 
 
 def saved_for_backward(forward, parameters):

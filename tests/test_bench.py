@@ -1,4 +1,4 @@
-import gc
+import functools
 import json
 import re
 import subprocess
@@ -7,14 +7,13 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL_MODEL, saved_for_backward, script
+from conftest import SMALL_MODEL, model_config, put, saved_for_backward, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import bench
-from model import MaskedLM, ModelConfig, make_loss
+from model import MaskedLM, make_loss
 from nanocram import machine
 from nanocram.model_folder import to_folder_keys
 
@@ -36,10 +35,8 @@ CANDIDATES = [
 @pytest.fixture
 def small(train, monkeypatch):
     """The train module with the settings of a small run, behind a small bench.py."""
-    monkeypatch.setattr(bench, "bench_steps", 4)
-    monkeypatch.setattr(bench, "ROUNDS", 2)
-    monkeypatch.setattr(bench, "BERT", SMALL_BERT)
-    monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)  # seconds of work
+    put(monkeypatch, bench, bench_steps=4, ROUNDS=2, BERT=SMALL_BERT)
+    put(monkeypatch, train, batch_ramp=0.6)  # bench.step_of() changes it
     return train
 
 
@@ -53,9 +50,8 @@ def small(train, monkeypatch):
 def test_the_budget_holds_what_a_clock_would_count(ramp, micro, update, hours):
     """Step after step on a simulated clock, each as long as the ramp says at its start."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"micro_batch": 8, "seq_len": 100, "budget_hours": hours}.items():
-            patch.setattr(bench.train, name, value)
-        steps, tokens = bench.steps_in_budget([8 * n for n in ramp], micro, update)
+        put(patch, bench.train, seq_len=100, budget_hours=hours)
+        steps, tokens = bench.steps_in_budget([8 * n for n in ramp], 8, micro, update)
     elapsed = count = seen = 0
     while elapsed < 3600 * hours:
         n = ramp[int(elapsed / (3600 * hours) * len(ramp))]
@@ -69,37 +65,10 @@ def test_the_budget_holds_what_a_clock_would_count(ramp, micro, update, hours):
     assert abs(tokens - seen) <= len(ramp) * 2 * longest * 800 / micro
 
 
-@pytest.mark.parametrize("rows", [4, 6])
-def test_bytes_kept_for_the_backward_pass_by_hand(rows):
-    """exp keeps its output, a product its input (and the weight, which does not count)."""
-    model = torch.nn.Linear(10, 7, bias=False)
-    x = torch.randn(rows, 10)
-    kept = saved_for_backward(lambda: model(x).exp().sum(), model.parameters())
-    assert kept == rows * 10 * 4 + rows * 7 * 4
-
-
-def test_counting_bytes_frees_them_again():
-    """exp keeps its own output: a hook that returned it as it is would make a cycle."""
-    model = torch.nn.Linear(4, 4)
-    seen = []
-
-    def forward():
-        y = model(torch.randn(3, 4)).exp()
-        seen.append(StorageWeakRef(y.untyped_storage()))
-        return y.sum()
-
-    gc.disable()
-    try:
-        saved_for_backward(forward, ())
-        assert seen[0].expired()
-    finally:
-        gc.enable()
-
-
 def bytes_of_a_row(vocab_size):
     """What a row with 20 predicted tokens keeps for the backward pass."""
-    config = ModelConfig(vocab_size=vocab_size, n_layer=1, n_head=2, n_embd=32, n_inner=48)
-    model = MaskedLM(config)
+    sizes = {"vocab_size": vocab_size, "n_layer": 1, "n_head": 2, "n_embd": 32, "n_inner": 48}
+    model = MaskedLM(model_config(**sizes))
     loss_fn = make_loss(model, CPU, torch.float32)
 
     def kept(n_rows):
@@ -115,16 +84,6 @@ def test_logits_of_other_positions_do_not_exist():
     assert bytes_of_a_row(1200) - bytes_of_a_row(600) == 20 * 600 * 4
 
 
-def test_a_row_keeps_at_least_the_input_of_each_block(small):
-    run = bench.new_run()
-
-    def kept(n_rows):
-        batch = [x[:n_rows].clone() for x in small.batch_at(run, 0, small.mask_count(0))]
-        return saved_for_backward(lambda: run.loss_fn(*batch), run.weights.values())
-
-    assert (kept(8) - kept(4)) / 4 > 4 * small.n_layer * small.seq_len * small.n_embd
-
-
 def test_accumulation_takes_no_memory(small):
     """Between micro-batches there is one gradient a parameter, and it stays where it is."""
     run = bench.new_run()
@@ -138,7 +97,7 @@ def test_accumulation_takes_no_memory(small):
 def test_random_tokens_are_as_uneven_as_words(small):
     """Counts of tokens by rank beside 1 / (rank + 2.7), by a chi-square test; none is special."""
     torch.manual_seed(0)
-    rows = bench.RandomRows().read(0, 2000)
+    rows = bench.RandomRows("", 1, small.seq_len, small.vocab_size).read(0, 2000)
     assert rows.shape == (2000, small.seq_len) and rows.dtype == torch.int64
     n_special, n_tokens = 4, small.vocab_size - 4
     law = 1 / (np.arange(1, n_tokens + 1) + 2.7)
@@ -154,28 +113,26 @@ def test_the_first_measured_steps_are_discarded(small, monkeypatch, capsys):
     seconds = iter([1.0, 1.0, 1.0, 1.0, 90.0, 80.0, 70.0, 2.0, 3.0, 4.0, 5.0])  # after the warm-up
 
     def timed(dev, work, *args):
-        return (next(seconds) if work is bench.train_step else 1.0), None
+        return (next(seconds) if work is bench.step_of else 1.0), None
 
     monkeypatch.setattr(machine, "timed", timed)
-    run = bench.new_run()
     speeds = [16 * small.seq_len / s for s in (2.0, 3.0, 4.0, 5.0)]
-    step_seconds, n_micro = bench.measure_speed(run)
+    step_seconds, n_micro = bench.measure_speed(bench.new_run(), flops_per_token=1e7)
     assert (step_seconds, n_micro) == (3.5, 2) and not list(seconds)
-    median, mfu = np.median(speeds), np.median(speeds) * run.flops_per_token / 1e12
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-2].startswith(f"tokens/s     {median:,.0f} (")
-    assert printed[-1].startswith(f"MFU          {mfu:.1%} of 1 TFLOP/s")
-    assert printed[-1].endswith("at 16 rows a step (batch_size=16)")
+    printed = capsys.readouterr().out
+    assert number(r"tokens/s +([\d,]+)", printed) == pytest.approx(np.median(speeds), abs=0.5)
+    mfu = np.median(speeds) * 1e7 / 1e12
+    assert number(r"MFU +([\d.]+)%", printed) / 100 == pytest.approx(mfu, abs=1e-3)
 
 
-def test_a_step_learns_and_moves_on_whatever_the_clock_says(small, monkeypatch):
-    monkeypatch.setattr(small, "budget_hours", 1e-9)
+def test_a_step_has_the_rows_that_are_asked_for_and_learns(small):
     run = bench.new_run()
-    before = [weight.detach().clone() for weight in run.weights.values()]
-    bench.train_step(run, n_micro=2)
-    assert (run.state.step, run.state.row) == (1, 2 * small.micro_batch)
-    after = run.weights.values()
-    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    before = [weight.detach().clone() for weight in run.model.parameters()]
+    bench.step_of(run, 2)
+    bench.step_of(run, 3)
+    assert (run.state.step, run.state.row) == (2, 5 * small.micro_batch)
+    after = run.model.parameters()
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @given(st.lists(st.floats(0.001, 1e6), min_size=2, max_size=30))
@@ -188,10 +145,9 @@ def test_spread_is_numpys(values):
 def test_all_candidates_compute_the_same_loss(small):
     """With our weights, transformers' dense and sparse heads end at our loss."""
     run = bench.new_run()
-    ids, positions, labels = small.batch_at(run, 0, small.padded_mask_counts()[-1])
+    ids, positions, labels = small.batch_at(run, 0, small.padded_counts()[-1])
     batch = (ids, positions, labels, torch.full_like(ids, -100).scatter(1, positions, labels))
     ours, *theirs = list(bench.rivals(CPU, torch.float32))[:3]
-    assert [c.name for c in (ours, *theirs)] == CANDIDATES[:3]
     torch.nn.init.normal_(ours.model.model.layers[-1].mlp.Wo.weight)  # zero until here
     weights = to_folder_keys(ours.model.state_dict(), ours.model.config)
     for candidate in theirs:
@@ -207,11 +163,8 @@ def report(small, monkeypatch, capsys, tmp_path):
     """A function that runs all of bench.py with these settings of its own; what it printed."""
 
     def report(**own):
-        monkeypatch.setattr(small, "budget_hours", 1.0)
-        monkeypatch.setattr(small, "max_steps", 3)  # fewer than it takes
-        monkeypatch.setattr(bench, "trace", str(tmp_path / "a" / "trace.json"))
-        for name, value in own.items():
-            monkeypatch.setattr(bench, name, value)
+        put(monkeypatch, small, budget_hours=1.0, max_steps=3)  # fewer than it takes
+        put(monkeypatch, bench, trace=str(tmp_path / "a" / "trace.json"), **own)
         bench.main()
         printed = capsys.readouterr().out
         assert "does not" not in printed and "WARNING" not in printed
@@ -236,9 +189,8 @@ def check_table(lines):
 
 def test_the_whole_report(report, tmp_path):
     text = report(compare=True, profile=True)
-    labels = ("machine      cpu: ", "first step   ", "time in ms   data", "memory       ")
-    for words in (*labels, "GB at the peak", "epochs", "# of Calls"):
-        assert words in text
+    assert "epochs" in text and "# of Calls" in text
+    assert number(r"memory +([\d.]+) GB", text) > 0.05
     assert json.loads((tmp_path / "a" / "trace.json").read_text())["traceEvents"]
 
     # MFU follows from the speed.
@@ -254,53 +206,12 @@ def test_the_whole_report(report, tmp_path):
     check_table([line for line in text.splitlines() if line.startswith("| ")][2:])
 
 
-def test_the_table_of_host_offload(report, small, monkeypatch):
-    monkeypatch.setattr(small, "offload", True)
-    monkeypatch.setattr(small, "optimizer", "adamw")
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    text = report(compare=True)
-    assert "deepspeed is not installed: its row is left out" in text
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")][2:]
-    assert [row[0].strip() for row in rows] == ["nanocram, streamed", "torch, fully_shard"]
-    assert rows[0][1] == rows[1][1] and float(rows[1][4]) > 0
-
-
-def test_rivals_in_host_memory_learn_the_same(small, monkeypatch):
-    """Two steps of ours and of fully_shard, from the same weights, end at the same loss."""
-    monkeypatch.setattr(small, "offload", True)
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    losses, rivals = [], bench.rivals(CPU, torch.float32)
-    batch = (torch.arange(128)[None], torch.arange(1, 21)[None], torch.arange(20)[None])
-    for _ in range(2):
-        torch.manual_seed(0)
-        rival = next(rivals)
-        for _ in range(2):
-            rival.step(batch)
-        losses.append(rival.loss_fn(*batch).item())
-    bench.parallel.leave()
-    assert losses[0] == losses[1]
-
-
-@pytest.fixture
-def quick_compile(monkeypatch, small):
-    """torch.compile without inductor."""
-    compile_ = torch.compile
-
-    def quick(f, **options):
-        return compile_(f, backend="eager", **options)
-
+def test_the_report_of_a_compiled_model(report, small, monkeypatch):
+    """By torch.compile without inductor."""
+    quick = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", quick)
-    monkeypatch.setattr(small, "compile", True)
-
-
-def test_the_report_of_a_compiled_model(report, quick_compile):
+    put(monkeypatch, small, compile=True)
     assert number(r"first step .* s, ([\d.]+) s of it", report()) > 0
-
-
-@pytest.mark.slow
-def test_the_comparison_of_compiled_models(report, quick_compile):
-    lines = [line for line in report(compare=True).splitlines() if line.startswith("| ")]
-    check_table(lines[2:])
 
 
 @pytest.fixture
@@ -320,7 +231,7 @@ def test_what_does_not_compile_runs_eager(candidate, small, monkeypatch, capsys)
     monkeypatch.setattr(torch, "compile", lambda f: broken)
     assert bench.warm_up(candidate, BATCH, CPU)
     assert candidate.mode == "eager"
-    assert capsys.readouterr().out == "\nmine, compiled, does not run: no compiler\n"
+    assert capsys.readouterr().out.count("no compiler") == 1
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -344,46 +255,29 @@ def test_what_does_not_run_is_left_out(candidate, small, capsys):
 
     candidate.loss_fn = full
     assert not bench.warm_up(candidate, BATCH, CPU)
-    assert capsys.readouterr().out == "\nmine, eager, does not run: out of memory\n"
+    assert "out of memory" in capsys.readouterr().out
 
 
 def test_as_a_command_without_data(tmp_path):
     """Flags of train.py and its own all reach it; it leaves nothing in the folder it runs in."""
-    flags = SMALL_MODEL | {"data_dir": "nowhere", "bench_steps": 3}
-    done = script("bench.py", cwd=tmp_path, **(flags | {"dtype": "auto"}))
+    flags = SMALL_MODEL | {"data_dir": "nowhere", "bench_steps": 3, "dtype": "auto"}
+    done = script("bench.py", cwd=tmp_path, **flags)
     assert done.returncode == 0, done.stdout
-    assert "nowhere is not prepared: rows of random tokens" in done.stdout
-    assert "epochs" not in done.stdout
+    assert "random tokens" in done.stdout and "epochs" not in done.stdout
     sizes = {k: SMALL_MODEL[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd", "n_inner")}
-    parameters = sum(p.numel() for p in MaskedLM(ModelConfig(**sizes)).parameters())
+    parameters = sum(p.numel() for p in MaskedLM(model_config(**sizes)).parameters())
     assert f"{parameters:,} parameters" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trace_that_cannot_be_written_is_said_first(small, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setattr(bench, "profile", True)
-    monkeypatch.setattr(bench, "trace", str(tmp_path / "file" / "trace.json"))
-    monkeypatch.setattr(small, "Run", None)
-    with pytest.raises(FileExistsError):  # safety.run() makes one line of it
-        bench.main()
-
-
-def test_a_typo_is_one_line(tmp_path):
+def test_slips_are_said_first(small, monkeypatch, tmp_path):
     done = script("bench.py", cwd=tmp_path, n_layers=3)
     assert done.returncode == 1
-    words = "command line: bench.py has no setting n_layers; did you mean n_layer?"
-    assert done.stdout.strip() == words
-
-
-def test_an_offloaded_model_with_muon_is_refused(small, monkeypatch):
-    monkeypatch.setattr(small, "offload", True)
-    with pytest.raises(SystemExit, match="optimizer=adamw"):
-        bench.new_run()
-
-
-def test_this_process_has_used_memory():
-    assert machine.peak_bytes(CPU) > 50e6
+    assert "n_layers" in done.stdout and done.stdout.count("\n") == 1
+    (tmp_path / "file").write_text("no folder")
+    put(monkeypatch, bench, profile=True, trace=str(tmp_path / "file" / "trace.json"), new_run=None)
+    with pytest.raises(FileExistsError):  # safety.run() makes one line of it
+        bench.main()
 
 
 @pytest.mark.parametrize(
@@ -394,21 +288,15 @@ def test_this_process_has_used_memory():
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 0),
         ("NVIDIA A100-SXM4-40GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA A100-PCIE-40GB", 312),
         ("Tesla V100-PCIE-16GB", 0),
         ("NVIDIA A10", 125),
-        ("NVIDIA A10G", 0),
-        ("NVIDIA RTX A1000", 0),
-        ("NVIDIA L40", 0),
         ("NVIDIA L4", 121),
         ("NVIDIA GeForce RTX 4090", 165),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 0),
         ("NVIDIA GeForce RTX 3090 Ti", 0),
-        ("NVIDIA GeForce RTX 2080 Ti", 54),
         ("Tesla V100-SXM2-16GB", 125),
         ("NVIDIA RTX A6000", 155),
-        ("Tesla T4", 65),
         ("cpu: x86_64", 0),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -39,17 +38,16 @@ def finished(tmp_path_factory, data_dir):
 
 def test_a_run_leaves_what_it_promises(finished, data_dir):
     out, printed = finished
-    names = (
-        "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json tokenizer.json"
-    )
-    assert sorted(p.name for p in out.iterdir()) == [*names.split(), "tokenizer_config.json"]
+    names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json "
+    names += "tokenizer.json tokenizer_config.json"
+    assert {p.name for p in out.iterdir()} == {*names.split()}
     assert len({p.stat().st_mode for p in out.iterdir()}) == 1  # whoever may read one, may all
     run = json.loads((out / "run.json").read_text())
     assert run["settings"]["max_steps"] == 60 and run["settings"]["dropout"] == 0.1
     assert run["torch"] == torch.__version__
     assert run["parameters"] == sum(p.numel() for p in load(out).parameters())
     assert (out / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "held-out loss" in printed and "once upon a [MASK]." in printed and "tokens/s" in printed
+    assert "once upon a [MASK]." in printed
 
     rows = read_log(out)
     assert (out / "log.csv").read_text().splitlines()[0] == ",".join(COLUMNS)
@@ -106,11 +104,8 @@ def test_the_model_folder_loads_in_transformers(finished):
     out, _ = finished
     model = transformers.AutoModelForMaskedLM.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    batch = tokenizer(
-        ["once upon a [MASK].", "the [MASK] of the house was open, and nobody came."],
-        padding=True,
-        return_tensors="pt",
-    )
+    texts = ["once upon a [MASK].", "the [MASK] of the house was open, and nobody came."]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
     ours = load(out)
     with torch.no_grad():
         logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"])
@@ -125,6 +120,19 @@ def test_the_model_folder_loads_in_transformers(finished):
         )
 
 
+def test_transformers_cuts_at_the_models_length(finished, texts):
+    out, _ = finished
+    model = transformers.AutoModelForMaskedLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    longest = model.config.max_position_embeddings
+    assert tokenizer.model_max_length == longest
+    batch = tokenizer(texts[0], texts[1], truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape == (1, longest)
+    with torch.no_grad():
+        logits = load(out)(batch["input_ids"])
+        assert (logits - model(**batch).logits).abs().max() < 1e-5 * logits.abs().max()
+
+
 @pytest.mark.parametrize("length", [20, 128, 512])
 def test_pairs_and_long_texts_in_transformers(finished, texts, length):
     """Padded batches of pairs of real prose: hidden states, but for the final norm's weights, which
@@ -132,13 +140,8 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
     out, _ = finished
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     pairs = [(texts[i][: 40 * i + 60], texts[i + 9][:3000]) for i in range(4)]
-    batch = tokenizer(
-        *zip(*pairs, strict=True),
-        padding=True,
-        truncation=True,
-        max_length=length,
-        return_tensors="pt",
-    )
+    options = {"padding": True, "truncation": True, "max_length": length}
+    batch = tokenizer(*zip(*pairs, strict=True), **options, return_tensors="pt")
     assert batch["input_ids"].shape == (4, length)
     batch["attention_mask"][1, length // 2 :] = 0
     ours, mask = load(out), batch["attention_mask"].bool()
@@ -151,10 +154,8 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
     assert torch.equal(classifier.head.norm.weight, scale) and not (scale == 1).all()
     assert torch.equal(classifier.head.dense.weight, torch.eye(len(scale)))
     with torch.no_grad():
-        hidden, expected = (
-            ours.model(batch["input_ids"], attention_mask=batch["attention_mask"]),
-            theirs(**batch).last_hidden_state * scale,
-        )
+        hidden = ours.model(batch["input_ids"], attention_mask=batch["attention_mask"])
+        expected = theirs(**batch).last_hidden_state * scale
         logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"])
         expected_logits = transformers.AutoModelForMaskedLM.from_pretrained(out)(**batch).logits
     assert (hidden - expected)[mask].abs().max() < 1e-5 * expected.abs().max()
@@ -162,8 +163,8 @@ def test_pairs_and_long_texts_in_transformers(finished, texts, length):
 
 
 def test_sentence_transformers_wraps_it(finished):
-    """The documented line gives the mean of our last hidden states over the tokens of each text,
-    but for the final norm's weights."""
+    """Its vectors are the means of our last hidden states over the tokens of each text, but for the
+    final norm's weights."""
     st = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
     texts, out = ["once upon a time there was a king", "no"], finished[0]
     tokenizer, ours = transformers.AutoTokenizer.from_pretrained(out), load(out)
@@ -174,6 +175,64 @@ def test_sentence_transformers_wraps_it(finished):
         ]
     found = st.SentenceTransformer(str(out), device="cpu").encode(texts)
     assert np.allclose(found * ours.model.final_norm.weight.detach().numpy(), means, atol=1e-5)
+
+
+def write_pairs(path, rows):
+    """A TSV file as the scripts in docs/ take it."""
+    path.write_text("".join(f"{a}\t{b}\n" for a, b in [("one", "other"), *rows]), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_own_labels(finished, tmp_path, sentences):
+    """The classifier that is left gives the accuracy that is said, under the file's own labels."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer: pip install accelerate")
+    rows = [(text, "asks" if i % 2 else "tells") for i, text in enumerate(sentences[:80])]
+    train, dev = (write_pairs(tmp_path / f"{i}.tsv", rows[i::2] + rows[:9]) for i in (0, 1))
+    model, out = finished[0], tmp_path / "labelled"
+    done = script("docs/finetune_own_labels.py", model, train, dev, out, epochs=1)
+    assert done.returncode == 0, done.stdout
+    pipe = transformers.pipeline("text-classification", model=str(out))
+    pairs = [line.split("\t") for line in dev.read_text().splitlines()[1:]]
+    hits = [pipe(text)[0]["label"] == label for text, label in pairs]
+    assert f"{100 * sum(hits) / len(hits):.1f} %" in last_line(done)
+    assert pipe.tokenizer.model_max_length == pipe.model.config.max_position_embeddings
+    with pytest.raises(ValueError, match="--baseline=hf:"):
+        load(out)
+
+    # Slips: a model's own folder as OUT, a label that is new in dev, a line of three columns.
+    broken = write_pairs(tmp_path / "broken.tsv", [("a\tb", "tells"), ("c", "asks")])
+    other = write_pairs(tmp_path / "other.tsv", [("a", "sings")])
+    goal, before = tmp_path / "new", weights(model)
+    for arguments, words in (
+        ((model, train, dev, model), "name a new folder"),
+        ((model, train, other, goal), "sings"),
+        ((model, broken, dev, goal), "line 2"),
+        ((model, tmp_path / "none.tsv", dev, goal), "none.tsv"),
+    ):
+        slip = script("docs/finetune_own_labels.py", *arguments)
+        assert slip.returncode == 1 and "Traceback" not in slip.stdout
+        assert words in last_line(slip)
+    assert same(weights(model), before) and not goal.exists()
+
+
+@pytest.mark.slow
+def test_sentence_vectors(finished, tmp_path, sentences):
+    """What is left gives the mean of its model's hidden states, and is no longer what it was."""
+    st = pytest.importorskip("sentence_transformers", reason="pip install sentence-transformers")
+    pytest.importorskip("accelerate", reason="its trainer: pip install accelerate")
+    halves = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in sentences[:120]]
+    pairs, out = write_pairs(tmp_path / "pairs.tsv", halves), tmp_path / "vectors"
+    done = script("docs/sentence_vectors.py", finished[0], pairs, out, batch=8)
+    assert done.returncode == 0, done.stdout
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModel.from_pretrained(out)
+    with torch.no_grad():
+        hidden = model(**tokenizer(sentences[0], return_tensors="pt")).last_hidden_state
+    found = st.SentenceTransformer(str(out), device="cpu").encode(sentences[0])
+    assert np.allclose(found, hidden[0].mean(0).numpy(), atol=1e-5)
+    old = st.SentenceTransformer(str(finished[0]), device="cpu").encode(sentences[0])
+    assert not np.allclose(found, old, atol=1e-3)
 
 
 def weights(out):
@@ -210,13 +269,13 @@ def test_a_stopped_and_a_killed_run_resume_bit_for_bit(finished, tmp_path, data_
     """SIGTERM at a random moment, kill -9 at another, then to the end: as if nothing had been."""
     out, settings = tmp_path / "out", {"max_steps": 60, "dropout": 0.1}
     status, printed = run_until(out, data_dir, signal.SIGTERM, 8, **settings)
-    assert status == 0 and "--init=resume goes on" in printed
+    assert status == 0 and "--init=resume" in printed
     status, _ = run_until(
         out, data_dir, signal.SIGKILL, 30, init="resume", checkpoint_minutes=1e-9, **settings
     )
     assert status == -signal.SIGKILL
     done = run_train(out, data_dir, init="resume", **settings)
-    assert done.returncode == 0 and "resumed at step" in done.stdout, done.stdout
+    assert done.returncode == 0, done.stdout
     assert same(weights(out), weights(finished[0]))
     rows, reference = read_log(out), read_log(finished[0])
     assert [row["step"] for row in rows] == [row["step"] for row in reference]
@@ -234,12 +293,10 @@ def test_a_run_that_is_over_is_completed(finished, tmp_path, train, monkeypatch,
     put(monkeypatch, train, init="resume", max_steps=60, dropout=0.1)
     train.main()
     said = capsys.readouterr().out
-    assert "nothing was left to train: type a larger --budget_hours (or --max_steps)" in said
-    assert "60 steps, 0 of them skipped" in said and "once upon a" in said
+    assert "--max_steps" in said and "once upon a" in said
     assert same(weights(out), weights(finished[0])) and load(out)
-    assert [row | {"elapsed_s": 0} for row in read_log(out)] == [
-        row | {"elapsed_s": 0} for row in rows
-    ]
+    found = [row | {"elapsed_s": 0} for row in read_log(out)]
+    assert found == [row | {"elapsed_s": 0} for row in rows]
     assert (out / "README.md").read_text().splitlines()[:20] == card.splitlines()[:20]
     assert (out / "loss.png").exists()
     train.main()  # and once more, with nothing lost
@@ -250,25 +307,23 @@ def test_a_run_that_is_over_is_completed(finished, tmp_path, train, monkeypatch,
 def test_a_larger_budget_continues_a_finished_run(finished, tmp_path, data_dir):
     out = shutil.copytree(finished[0], tmp_path / "out")
     done = run_train(out, data_dir, init="resume", max_steps=120, dropout=0.1, evals=4)
-    assert (
-        done.returncode == 0 and "max_steps was 60 until now, and is 120 from now on" in done.stdout
-    )
+    assert done.returncode == 0, done.stdout
     rows = read_log(out)
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     assert [row["step"] for row in rows if "val_loss_15" in row] == [0, 30, 60, 90, 120]
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "named"),
     [
-        ({"n_layer": 3}, "type --n_layer=2"),
-        ({"optimizer": "adamw", "dropout": 0.0}, "type --dropout=0.1 --optimizer=muon"),
-        ({"data_dir": "OTHER"}, "was trained on another train.bin"),
-        ({"cut": 1000}, "is damaged or no checkpoint"),
-        ({"cut": 0}, "is damaged or no checkpoint"),
+        ({"n_layer": 3}, "--n_layer=2"),
+        ({"optimizer": "adamw", "dropout": 0.0}, "--dropout=0.1 --optimizer=muon"),
+        ({"data_dir": "OTHER"}, "--data_dir"),
+        ({"cut": 1000}, "ckpt.pt"),
+        ({"cut": 0}, "ckpt.pt"),
     ],
 )
-def test_resuming_something_else(finished, tmp_path, data_dir, train, monkeypatch, values, message):
+def test_resuming_something_else(finished, tmp_path, data_dir, train, monkeypatch, values, named):
     out = shutil.copytree(finished[0], tmp_path / "out")
     if "data_dir" in values:
         other_data = shutil.copytree(data_dir, tmp_path / "data")
@@ -281,7 +336,9 @@ def test_resuming_something_else(finished, tmp_path, data_dir, train, monkeypatc
     put(monkeypatch, train, **({"init": "resume", "max_steps": 80, "dropout": 0.1} | values))
     with pytest.raises(SystemExit) as e:
         train.main()
-    assert message in str(e.value) and "\n" not in str(e.value)
+    assert named in str(e.value) and "\n" not in str(e.value)
+    assert same(weights(out), weights(finished[0]))
+    assert read_log(out) == read_log(finished[0])
 
 
 def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, data_dir):
@@ -289,25 +346,24 @@ def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, 
     seconds = 18
     done = run_train(out, data_dir, budget_hours=seconds / 3600, dtype="auto", max_steps=0)
     assert done.returncode == 0, done.stdout
-    assert f"{out} held a run: moved it to {out}.1" in done.stdout
     assert same(weights(tmp_path / "out.1"), weights(finished[0]))
     assert not same(weights(out), weights(finished[0]))
-    (whole,) = re.findall(r"^(\d+) s: training", done.stdout, re.MULTILINE)  # the last save and all
+    *_, last = rows = read_log(out)
     # Other tests may hold up the last save, but nothing before it.
-    assert 0.5 * seconds < int(whole) < 1.5 * seconds
-    assert read_log(out)[-1]["elapsed_s"] <= seconds
-    assert "tokens/s: the rest holds" in done.stdout
-    assert read_log(out)[-1]["lr"] < 0.1 * max(row.get("lr", 0) for row in read_log(out))
+    assert 0.5 * seconds < last["elapsed_s"] <= seconds
+    state = torch.load(out / "ckpt.pt", weights_only=True)["state"]
+    assert 0.5 * seconds < state["elapsed"] < 1.5 * seconds
+    assert last["lr"] < 0.1 * max(row.get("lr", 0) for row in rows)
 
 
 @pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root writes everywhere")
 def test_an_unwritable_folder_is_one_line(tmp_path, data_dir):
     (tmp_path / "locked").mkdir(mode=0o500)
     done = run_train(tmp_path / "locked" / "out", data_dir, max_steps=2)
-    assert done.returncode == 1 and "Permission denied" in last_line(done)
+    assert done.returncode == 1 and "locked" in last_line(done)
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, data_dir):
     (tmp_path / "file").write_text("x")
     done = run_train(tmp_path / "file" / "out", data_dir, max_steps=2)
-    assert done.returncode == 1 and f"{tmp_path / 'file'}: File exists" in last_line(done)
+    assert done.returncode == 1 and str(tmp_path / "file") in last_line(done)

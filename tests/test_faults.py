@@ -4,8 +4,11 @@ The long ones: python -m pytest -m slow -s tests/test_faults.py. It prints the c
 in results/README.md.
 """
 
+import copy
 import csv
 import itertools
+import json
+import math
 import os
 import pickle
 import random
@@ -14,6 +17,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,10 +30,11 @@ from conftest import (
     SMALL_DATA,
     SMALL_MODEL,
     last_line,
+    model_config,
+    new_log,
     new_run,
     put,
     script,
-    train_step,
 )
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
@@ -38,16 +44,16 @@ import train as module
 from model import MaskedLM
 from nanocram import checkpoint, glue, record, safety
 from nanocram import model_folder as folder_module
-from nanocram.data import Rows, load_meta
+from nanocram.data import Rows, held_out, load_meta
 
 
-def start(out, data_dir, **changes):
-    flags = [
-        f"--{k}={v}"
-        for k, v in (SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes).items()
-    ]
+def start(out, data_dir, preexec_fn=None, **changes):
+    """train.py as a process of its own."""
+    flags = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes
+    flags = [f"--{k}={v}" for k, v in flags.items()]
     command = [sys.executable, str(ROOT / "train.py"), *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, preexec_fn=preexec_fn, **streams)
 
 
 def wait_for(path, process):
@@ -117,38 +123,23 @@ def test_a_full_disk(tmp_path, data_dir):
     """Files may not grow beyond 20 kB: what was there stands, each failure is one line, and the run
     can go on later."""
     resource = pytest.importorskip("resource", reason="there is none on Windows")
-    settings = {"dropout": 0.1, "samples": ""}
-    assert start(tmp_path / "undisturbed", data_dir, max_steps=30, **settings).wait(100) == 0
+    flags = {"dropout": 0.1, "samples": "", "data_dir": data_dir}
+    assert start(tmp_path / "undisturbed", max_steps=30, **flags).wait(100) == 0
     out = shutil.copytree(tmp_path / "undisturbed", tmp_path / "out")
-    before = {
-        p.name: p.read_bytes() for p in out.iterdir() if p.suffix in (".pt", ".safetensors", ".png")
-    }
-    assert (
-        min(map(len, before.values()))
-        > 20_000
-        > max(p.stat().st_size for p in out.iterdir() if p.suffix == ".csv")
-    )
-    flags = (
-        SMALL_MODEL
-        | settings
-        | {"data_dir": data_dir, "out_dir": out, "init": "resume", "max_steps": 50}
-    )
-    command = [sys.executable, str(ROOT / "train.py"), *(f"--{k}={v}" for k, v in flags.items())]
-    full = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
-    )
-    assert full.returncode == 1 and "Traceback" not in full.stderr, full.stderr
-    assert (
-        "WARNING: cannot save all to" in full.stdout and "the rest stands as it was" in full.stdout
-    )
-    assert before == {
-        p.name: p.read_bytes() for p in out.iterdir() if p.name in before
-    } and not list(out.glob("*.tmp"))
-    again = start(out, data_dir, max_steps=50, init="resume", **settings)
+    large = [p for p in out.iterdir() if p.suffix in (".pt", ".safetensors", ".png")]
+    before = {path: path.read_bytes() for path in large}
+    assert min(map(len, before.values())) > 20_000 > (out / "log.csv").stat().st_size
+    flags |= {"init": "resume", "max_steps": 50}
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    full = start(out, preexec_fn=limit, **flags)
+    said, _ = full.communicate(timeout=100)
+    assert full.returncode == 1 and "Traceback" not in said, said
+    assert str(out) in next(line for line in said.splitlines() if line.startswith("WARNING"))
+    assert before == {path: path.read_bytes() for path in large} and not list(out.glob("*.tmp"))
+    again = start(out, **flags)
     assert again.wait(100) == 0
     assert whole(out)["step"] == 50
 
@@ -180,10 +171,9 @@ def test_a_spike_does_not_ruin_a_run(train, monkeypatch):
     undisturbed run."""
     ends = []
     monkeypatch.setattr(train, "max_steps", 120)
-    val = Rows(
-        Path(train.data_dir) / "val.bin", load_meta(train.data_dir)["counts"]["val_rows"], 128, 600
-    )
-    sets = module.held_out(val.read(0, val.count), 8)
+    count = load_meta(train.data_dir)["counts"]["val_rows"]
+    val = Rows(Path(train.data_dir) / "val.bin", count, 128, 600)
+    batches = held_out(val.read(0, count), 8)[15]
     for factor in (1.0, 1e6):
         run = new_run()
         loss = run.loss_fn
@@ -191,74 +181,86 @@ def test_a_spike_does_not_ruin_a_run(train, monkeypatch):
             run.loss_fn = loss
             if step == 60:
                 run.loss_fn = lambda *batch, loss=loss, factor=factor: loss(*batch) * factor
-            done = train_step(run, step / 120)
+            module.train_step(run, step / 120)
             if step == 60:
-                norm = done[1]
+                norm = run.state.last["grad_norm"]
         run.loss_fn = loss
-        ends.append((module.held_out_loss(run, sets[15]), run.state.skipped, norm))
+        ends.append((module.mean_loss(run, batches), run.state.skipped, norm))
     (plain, _, norm), (spiked, skipped, large) = ends
     assert large > 1e5 * norm
     assert skipped == 0 and plain < 5.6
     assert spiked == pytest.approx(plain, abs=0.05)
 
 
+def before_step(monkeypatch, number, do):
+    """Call do(run) before the step of that number, in the loop of train.main()."""
+    train_step = module.train_step
+
+    def disturbed(run, progress):
+        if run.state.step == number:
+            do(run)
+        train_step(run, progress)
+
+    monkeypatch.setattr(module, "train_step", disturbed)
+
+
 @pytest.mark.parametrize("vanish", [False, True])
 def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, tmp_path, vanish):
     """Rows that shrink or vanish: one line, a checkpoint of the last whole step, and a resume."""
-    copy = shutil.copytree(data_dir, tmp_path / "data")
-    put(monkeypatch, module, data_dir=str(copy), max_steps=30)
-    accumulate = module.accumulate
+    folder = shutil.copytree(data_dir, tmp_path / "data")
+    put(monkeypatch, module, data_dir=str(folder), max_steps=30)
 
-    def lose_rows(run, n_rows, n_predict):
-        if run.state.step == 7:
-            (copy / "train.bin").unlink()
-            if not vanish:
-                (copy / "train.bin").touch()
-            run.fetched = {}
-        return accumulate(run, n_rows, n_predict)
+    def lose_rows(run):
+        (folder / "train.bin").unlink()
+        if not vanish:
+            (folder / "train.bin").touch()
+        run.rows.fetched = {}
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "accumulate", lose_rows)
-        said = "is missing" if vanish else "is shorter than meta.json says"
-        with pytest.raises(SystemExit, match=f"train.bin {said}: delete its folder"):
+        before_step(patch, 7, lose_rows)
+        with pytest.raises(SystemExit, match="train") as e:
             module.main()
+    assert "\n" not in str(e.value)
     assert whole(Path(train.out_dir))["step"] == 7
     put(monkeypatch, module, data_dir=str(data_dir), init="resume", max_steps=9, samples="")
     module.main()
     assert whole(Path(train.out_dir))["step"] == 9
 
 
-def test_fifty_unusable_steps_leave_the_checkpoint_of_before(train, monkeypatch):
-    """The run ends with one line, what was saved before stands, and it resumes."""
-    put(monkeypatch, module, max_steps=200, samples="")
-    accumulate = module.accumulate
+# Saved at every step and ended by too many; saved at both ends alone, and ended by max_steps.
+@pytest.mark.parametrize(("minutes", "steps"), [(1e-9, 200), (0.0, 8)])
+def test_unusable_steps_replace_no_checkpoint(train, monkeypatch, minutes, steps):
+    """The run ends with a status of 1, what was saved before stands, and it resumes."""
+    put(monkeypatch, module, max_steps=steps, samples="", checkpoint_minutes=minutes)
 
-    def poison(run, n_rows, n_predict):
-        if run.state.step == 5:
-            module.save(run)
-            good = run.loss_fn
-            run.loss_fn = lambda *batch: good(*batch) * float("nan")
-        return accumulate(run, n_rows, n_predict)
+    def poison(run):
+        good = run.loss_fn
+        run.loss_fn = lambda *batch: good(*batch) * float("nan")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "accumulate", poison)
-        with pytest.raises(SystemExit, match="no finite gradient in 50 steps, up to step 55, row"):
+        before_step(patch, 5, poison)
+        with pytest.raises(SystemExit) as e:
             module.main()
-    assert whole(Path(train.out_dir))["step"] == 5
+    assert e.value.code and "\n" not in str(e.value)
+    out = Path(train.out_dir)
+    assert whole(out)["step"] == (5 if minutes else 1)
+    rows = record.read_log(out)
+    assert rows[-1]["step"] == (54 if steps == 200 else 8) and rows[-1]["skipped"] > 0
     put(monkeypatch, module, init="resume", max_steps=8)
     module.main()
-    assert whole(Path(train.out_dir))["step"] == 8
+    state = whole(out)
+    assert state["step"] == 8 and state["skipped"] == 0
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(train, capsys):
     run = new_run()
-    record.new_folder(run.folder)
-    assert module.save(run)
-    before = (run.folder / "ckpt.pt").read_bytes()
+    log = new_log(run)
+    assert module.save(run, log)
+    before = (log.folder / "ckpt.pt").read_bytes()
     run.model.decoder.bias.data[3] = float("nan")
-    module.save(run)
-    assert "decoder.bias is not finite everywhere" in capsys.readouterr().out
-    assert (run.folder / "ckpt.pt").read_bytes() == before
+    assert not module.save(run, log)
+    assert "decoder.bias" in capsys.readouterr().out
+    assert (log.folder / "ckpt.pt").read_bytes() == before
 
 
 def test_a_closed_pipe_ends_no_run(tmp_path, data_dir):
@@ -281,14 +283,14 @@ def test_a_closed_pipe_ends_no_run(tmp_path, data_dir):
 WAITER = """
 import time
 from nanocram import safety
-safety.stop_at_signals(lambda: print("saving", flush=True))
-print("ready", flush=True)
-time.sleep(600)
+with safety.Signals():
+    print("ready", flush=True)
+    time.sleep(600)
 """
 
 
 def waiter(*wrapper):
-    """A process that says "saving" at each signal that it heeds."""
+    """A process that says a line on stderr at each signal that it heeds."""
     command = [*wrapper, sys.executable, "-c", WAITER]
     options = {"cwd": ROOT, "text": True, "stdin": subprocess.DEVNULL}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -305,7 +307,7 @@ def test_a_second_signal_ends_a_run_but_not_at_once(number):
     process = waiter()
     try:
         process.send_signal(number)
-        assert process.stdout.readline() == "saving\n"
+        assert process.stderr.readline()
         process.send_signal(number)
         time.sleep(0.5)
         assert process.poll() is None
@@ -323,10 +325,21 @@ def test_nohup_keeps_a_closed_terminal_from_ending_a_run():
     try:
         process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
-        process.kill()
-        assert process.stdout.read() == ""
+        assert process.poll() is None
     finally:
         process.kill()
+
+
+def test_signals_belong_to_the_run_alone():
+    """Afterwards they are what they were, as a notebook needs it; a thread cannot have them."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    with safety.Signals() as signals:
+        assert signal.getsignal(signal.SIGINT) == signals.handle
+    assert [signal.getsignal(number) for number in numbers] == before
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(lambda: safety.Signals().__enter__().stop).result()
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 MAIN = "from nanocram import safety\ndef main():"
@@ -335,33 +348,23 @@ MAIN = "from nanocram import safety\ndef main():"
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("raise KeyboardInterrupt", "stopped: type it again"),
-        (
-            "import os; os.kill(os.getpid(), 15); import time; time.sleep(9)",
-            "stopped: type it again",
-        ),
+        ("raise KeyboardInterrupt", "type it again"),
+        ("import os, time; os.kill(os.getpid(), 15); time.sleep(9)", "type it again"),
         ("open('nowhere')", "nowhere: No such file or directory; type it again"),
         ("raise OSError('odd')", "here: odd; type it again"),
-        ("import nowhere.at_all", "nowhere is missing: pip install nowhere"),
-        (
-            "raise RuntimeError('DefaultCPUAllocator: you tried to allocate memory')",
-            "out of memory: type a smaller model",
-        ),
-        (
-            "raise RuntimeError('CUDA out of memory. Tried to')",
-            "out of memory: type a smaller model",
-        ),
-        (
-            "raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')",
-            "out of memory: type a smaller model",
-        ),
-        ("raise MemoryError", "out of memory: type a smaller model"),
+        ("import nowhere.at_all", "pip install nowhere"),
+        ("raise RuntimeError('you tried to allocate memory')", "a smaller model"),
+        ("raise RuntimeError('CUDA out of memory. Tried to')", "a smaller model"),
+        ("raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')", "a smaller model"),
+        ("raise MemoryError", "a smaller model"),
     ],
 )
 def test_scripts_end_with_one_line(what, line):
     code = f"{MAIN}\n    {what}\nsafety.run(main, 'here', 'type it again')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.strip()) == (1, "", line)
+    assert (done.returncode, done.stdout) == (1, "")
+    said = done.stderr.strip()
+    assert said.endswith(line) and "\n" not in said
 
 
 def test_other_errors_keep_their_trace():
@@ -378,15 +381,21 @@ def test_a_kill_while_the_first_files_were_written_is_in_nobodys_way(tmp_path, d
     (tmp_path / "data.partial").mkdir()
     (tmp_path / "data.partial" / "meta.json.tmp").write_text("{")
     done = script("prepare.py", source=corpus, data_dir=tmp_path / "data", **SMALL_DATA)
-    assert done.returncode == 0 and "leftover of a run that did not finish" in done.stdout
+    assert done.returncode == 0, done.stdout
+    assert not (tmp_path / "data.partial").exists()
 
 
-def test_a_lost_run_json_is_no_reason_not_to_go_on(tmp_path, data_dir):
-    record.resume(tmp_path, {"seed": 1}, step=0, elapsed=0.0)
-    record.write_facts(tmp_path, data_dir, {"seed": 1}, {})
-    assert record.read_facts(tmp_path) == {"settings": {"seed": 1}}
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (data_dir / name).read_bytes()
+def test_a_lost_run_json_is_no_reason_not_to_go_on(train, data_dir):
+    log = new_log(new_run())
+    log.begin(True, {"seed": 1}, data_dir, wandb_project="")
+    assert record.read_facts(log.folder)["settings"] == {"seed": 1}
+    words = "tokenizer.json"
+    assert (log.folder / words).read_bytes() == (data_dir / words).read_bytes()
+    of_data, of_run = (
+        json.loads((folder / "tokenizer_config.json").read_text())
+        for folder in (data_dir, log.folder)
+    )
+    assert of_run == of_data | {"model_max_length": train.max_seq_len}
 
 
 def test_a_run_that_logged_nothing_yet_resumes_again(tmp_path):
@@ -396,35 +405,31 @@ def test_a_run_that_logged_nothing_yet_resumes_again(tmp_path):
         record.drop_rows_after(tmp_path, 0)
     assert (tmp_path / "log.csv").read_text().startswith("elapsed_s,step")
     (tmp_path / "log.csv").write_text("1.0,2,3\n4.0,5,6\n")
-    with pytest.raises(SystemExit, match="no row under the names of its columns"):
+    with pytest.raises(SystemExit, match="log"):
         record.resume(tmp_path, {}, step=0, elapsed=0.0)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(SystemExit, match=r"run.json is broken .*: mend it or move it away"):
+    with pytest.raises(SystemExit, match="run"):
         record.resume(tmp_path, {}, step=0, elapsed=0.0)
 
 
 def test_a_run_that_one_stands_in_is_left_there(tmp_path, monkeypatch):
     (tmp_path / "run.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="holds a run and you are in it: choose another"):
+    with pytest.raises(SystemExit, match="--out_dir"):
         record.new_folder(".")
     assert (tmp_path / "run.json").exists()
 
 
-def test_what_is_lost_is_said(tmp_path, data_dir, capsys):
-    out = tmp_path / "out"
-    record.new_folder(out)
-    record.write_facts(out, data_dir, {"init": "scratch", "seed": 1}, {})
+def test_what_is_lost_is_said(tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"settings": {"init": "scratch", "seed": 1}}')
     for step in (5, 10, 15, 20):
         row = {"elapsed_s": 10.0 * step, "step": step, "tokens": 1, "skipped": 0}
-        record.append_row(out, row)
-    record.resume(out, {"init": "resume", "seed": 2}, step=10, elapsed=100.0)
-    assert capsys.readouterr().out == (
-        "seed was 1 until now, and is 2 from now on\n"
-        "resumed at step 10, 0.03 hours into the run; "
-        "100 s that were logged after its checkpoint are lost\n"
-    )
-    assert [row["step"] for row in record.read_log(out)] == [5, 10]
+        record.append_row(tmp_path, row)
+    record.resume(tmp_path, {"init": "resume", "seed": 2}, step=10, elapsed=100.0)
+    changed, lost = capsys.readouterr().out.splitlines()
+    assert "seed" in changed and "1" in changed and "2" in changed
+    assert "step 10" in lost and "100 s" in lost
+    assert [row["step"] for row in record.read_log(tmp_path)] == [5, 10]
 
 
 @pytest.mark.slow
@@ -437,10 +442,7 @@ def test_two_processes_never_write_one_folder(tmp_path, data_dir, corpus):
         for init in ("scratch", "resume"):
             second = start(tmp_path / "out", data_dir, max_steps=3, init=init)
             said, _ = second.communicate(timeout=100)
-            assert (
-                second.returncode == 1
-                and ".out.lock is held by another process" in said.splitlines()[-1]
-            )
+            assert second.returncode == 1 and ".out.lock" in said.splitlines()[-1]
     finally:
         first.kill()
     first.wait()
@@ -449,51 +451,73 @@ def test_two_processes_never_write_one_folder(tmp_path, data_dir, corpus):
 
     with safety.lock(safety.lock_file(tmp_path / "data")):
         second = script("prepare.py", source=corpus, data_dir=tmp_path / "data", **SMALL_DATA)
-        assert second.returncode == 1 and ".data.lock is held by another process" in last_line(
-            second
-        )
+        assert second.returncode == 1 and ".data.lock" in last_line(second)
 
 
-def test_two_writers_of_one_glue_json_lose_nothing(tmp_path):
+def test_two_writers_of_one_store_lose_nothing(tmp_path):
     """Four processes, each adding its runs one by one."""
     code = """
 import sys
 from nanocram import glue
+facts = {"system": "x", "weights": "w", "settings": {}, "date": "", "device": ""}
 for i in range(12):
     run = {"task": "cola", "seed": 12 * int(sys.argv[2]) + i, "data": "d",
-           "rows": {"train": 8551, "dev": 1043}, "scores": {"matthews": 1.0}, "predictions": {},
-           "date": "", "device": "", "rows_per_second": 1.0}
-    glue.add_runs(sys.argv[1], {"system": "x", "weights": "w", "protocol": {}}, [run])
+           "rows": {"train": 8551, "dev": 1043}, "scores": {"matthews": 1.0}}
+    glue.add_runs(sys.argv[1], [facts | run])
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     streams = {"cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
     writers = [subprocess.Popen([*command, f"{i}"], **streams) for i in range(4)]
     for writer in writers:
         assert writer.wait(100) == 0, writer.stderr.read()
-    assert len(glue.stored_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}})) == 48
+    assert sorted(run["seed"] for run in glue.read_runs(tmp_path)) == [*range(48)]
+    assert "; seeds: 48 " in (tmp_path / "glue.md").read_text()
 
 
 # Files made to harm, or of another time
 
 
+def parts_of(run):
+    """A copy of all that a checkpoint restores."""
+    optimizers = [o.state_dict() for o in run.optimizers]
+    return copy.deepcopy([run.model.state_dict(), optimizers, run.scaler.state_dict(), run.state])
+
+
+def same(a, b):
+    """Whether nested lists and dicts are equal, their tensors to the bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
 @pytest.fixture
 def saved(train, monkeypatch):
-    """(a Run, its checkpoint as a dict, a function that writes such a dict and restores it)."""
-    monkeypatch.setattr(train, "max_steps", 40)
-    run = new_run()
-    record.new_folder(run.folder)
-    for step in range(3):
-        train_step(run, step / 40)
-    assert module.save(run)
-    good = torch.load(run.folder / "ckpt.pt", weights_only=True)
+    """(a Run after three steps, its checkpoint as a dict, a function that writes such a dict,
+    restores it and returns the line of a refusal, which changes nothing; '' where there is none).
 
-    def restore(ckpt):
-        torch.save(ckpt, run.folder / "ckpt.pt")
-        before = {k: v.clone() for k, v in run.model.state_dict().items()}
+    The scaler is in use."""
+    put(monkeypatch, train, max_steps=40)
+    run = new_run()
+    folder = new_log(run).folder
+    for step in range(3):
+        train.train_step(run, step / 40)
+    run.scaler = torch.amp.GradScaler("cpu")
+    checkpoint.write(run, folder, "muon")
+    good = torch.load(folder / "ckpt.pt", weights_only=True)
+    run.state.elapsed = 1.0
+
+    def restore(changed):
+        torch.save(changed, folder / "ckpt.pt")
+        before = parts_of(run)
         try:
-            checkpoint.restore(run, "muon")
-        finally:
-            assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+            checkpoint.restore(run, folder, "muon")
+        except SystemExit as e:
+            assert same(parts_of(run), before)
+            assert "ckpt.pt" in str(e) and "\n" not in str(e)
+            return str(e)
+        return ""
 
     return run, good, restore
 
@@ -502,56 +526,94 @@ NAME = "model.layers.1.attn.Wq.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (lambda c: c["model"].update(extra=torch.ones(2)), "does not fit: extra is unknown"),
-        (lambda c: c["model"].pop(NAME), f"does not fit: {NAME} is missing"),
-        (
-            lambda c: c["model"].update({NAME: torch.ones(3, 4)}),
-            r"is of shape \(3, 4\), not \(32, 32\)",
-        ),
-        (
-            lambda c: c["model"][NAME].fill_(float("nan")),
-            f"does not fit: {NAME} is not finite everywhere",
-        ),
-        (lambda c: c["optimizers"].pop(), "is damaged or no checkpoint of train.py: ValueError"),
-        (
-            lambda c: c["optimizers"][1][0].update(momentum_buffer=torch.ones(2, 2)),
-            "0 of Muon, momentum_buffer is",
-        ),
-        (
-            lambda c: c["optimizers"][0][0]["exp_avg"].fill_(float("inf")),
-            "of parameter 0 of AdamW, exp_avg is not finite",
-        ),
-        (lambda c: c["state"].update(step="3"), "is damaged or no checkpoint of train.py: TypeE"),
-        (lambda c: c["state"].update(row=-5), "does not fit: row=-5"),
-        (lambda c: c["state"].update(rows=3), "is of another version of train.py: use the commit"),
-        (lambda c: c["state"].pop("elapsed"), "is of another version of train.py: use the commit"),
-        (lambda c: c["state"].update(elapsed=float("nan")), "does not fit: elapsed=nan"),
-        (lambda c: c.update(scaler={"scale": float("nan")}), "does not fit: scale=nan"),
-        (lambda c: c.pop("scaler"), "is damaged or no checkpoint of train.py: KeyError"),
-        (
-            lambda c: c.update(version=1),
-            "is of version 1, not 2: use the commit that run.json names",
-        ),
-        (
-            lambda c: c["config"].update(n_experts=8),
-            r"is of a model with other settings \(n_experts\): use the commit in run.json",
-        ),
-        (
-            lambda c: c["config"].pop("zero_init"),
-            r"is of a model with other settings \(zero_init\): use the commit in run.json",
-        ),
-        (lambda c: c["config"].update(n_layer=3), "type --n_layer=3"),
-        (lambda c: c.clear(), "is damaged or no checkpoint"),
+        (lambda c: c["model"].update(extra=torch.ones(2)), "extra"),
+        (lambda c: c["model"].pop(NAME), NAME),
+        (lambda c: c["model"].update({NAME: torch.ones(3, 4)}), NAME),
+        (lambda c: c["model"][NAME].fill_(float("nan")), NAME),
+        (lambda c: c["optimizers"].pop(), "damaged"),
+        (lambda c: c["optimizers"][1][NAME].update(momentum_buffer=torch.ones(2, 2)), NAME),
+        (lambda c: c["optimizers"][1].update(extra={}), "extra"),
+        (lambda c: c["optimizers"][0]["decoder.bias"]["exp_avg"].fill_(math.inf), "exp_avg"),
+        (lambda c: c["state"].update(step="3"), "step="),
+        (lambda c: c["state"].update(row=-5), "row="),
+        (lambda c: c["state"].update(elapsed=math.nan), "elapsed="),
+        (lambda c: c["state"].pop("elapsed"), "elapsed"),
+        (lambda c: c["scaler"].update(scale=math.nan), "scale="),
+        (lambda c: c.update(data="0"), "--data_dir"),
+        (lambda c: c["config"].update(n_layer=3), "--n_layer=3"),
+        (lambda c: c.update(optimizer="adamw"), "--optimizer=adamw"),
+        (lambda c: c.update(optimizer="adamw", optimizers=[{0: {}}]), "--optimizer=adamw"),
+        (lambda c: c.clear(), "damaged"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_by_name(saved, change, message):
+def test_a_checkpoint_that_does_not_fit_is_refused_by_name(saved, change, named):
     _, good, restore = saved
     change(good)
-    with pytest.raises(SystemExit, match=message) as e:
-        restore(good)
-    assert "\n" not in str(e.value)
+    assert named in restore(good)
+
+
+def places(value, path=()):
+    """The paths of all that is in nested dicts and lists; two tensors, or states, of a kind do."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    if path[:1] in (("model",), ("optimizers",)):
+        keys = keys[:2]
+    for key in keys:
+        yield (*path, key)
+        if isinstance(value[key], dict | list):
+            yield from places(value[key], (*path, key))
+
+
+@pytest.mark.slow
+def test_whatever_is_odd_in_a_checkpoint_is_refused_or_does_no_harm(saved):
+    """Each part is gone, or something else: it is refused by a line, or a step can follow."""
+    run, good, restore = saved
+    ends = {True: 0, False: 0}
+    for path in places(good):
+        oddities = ["odd", None, -7, math.nan, [], {}, torch.ones(3)]
+        if not (path[0] == "optimizers" and len(path) == 4):  # what belongs there torch knows
+            oddities.append("gone")
+        for odd in oddities:
+            changed = copy.deepcopy(good)
+            parent = changed
+            for key in path[:-1]:
+                parent = parent[key]
+            parent[path[-1]] = odd
+            if isinstance(odd, str) and odd == "gone":
+                del parent[path[-1]]
+            is_refused = restore(changed) != ""
+            ends[is_refused] += 1
+            if not is_refused:
+                module.train_step(run, 0.5)
+                assert run.state.skipped == 0, (path, odd)
+    assert ends[True] > 3 * ends[False], ends
+
+
+def test_a_checkpoint_of_another_time_goes_on(saved, capsys):
+    """Fields that are new keep their default, those that are gone are named, numbered states are
+    given their names; what is there is taken."""
+    run, good, restore = saved
+    assert restore(good) == ""
+    whole = parts_of(run)
+    old = copy.deepcopy(good)
+    for name in ("eval_seconds", "skipped"):
+        del old["state"][name]
+    old["config"]["position"] = old["config"].pop("position_embedding")
+    old["state"]["lookahead"] = 3
+    old["config"]["n_experts"] = 8
+    for o, states in zip(run.optimizers, old["optimizers"], strict=True):
+        for i, name in enumerate(checkpoint.names_of(o, run.model)):
+            states[i] = states.pop(name)
+    run.state = module.State(row=5, eval_seconds=4.5)
+    capsys.readouterr()
+    assert restore(old) == ""
+    said = capsys.readouterr().out
+    assert "lookahead" in said and "n_experts" in said
+    assert same(parts_of(run)[:3], whole[:3])
+    assert asdict(run.state) == asdict(whole[3]) | {"eval_seconds": 4.5}
+    assert restore({**good, "state": good["state"] | {"micro_batch": 4}}) == ""
+    assert run.state.micro_batch == 4
 
 
 def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path):
@@ -561,13 +623,11 @@ def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "exploded"),)
 
-    with pytest.raises(
-        SystemExit, match=r"is damaged or no checkpoint of train\.py: UnpicklingError"
-    ):
-        restore(good | {"state": Bomb()})
-    (run.folder / "ckpt.pt").write_bytes(pickle.dumps(Bomb(), 2))
-    with pytest.raises(SystemExit, match="is damaged or no checkpoint"):
-        checkpoint.restore(run, "muon")
+    assert restore(good | {"state": Bomb()})
+    folder = Path(module.out_dir)
+    (folder / "ckpt.pt").write_bytes(pickle.dumps(Bomb(), 2))
+    with pytest.raises(SystemExit, match="ckpt"):
+        checkpoint.restore(run, folder, "muon")
     assert not (tmp_path / "exploded").exists()
     pickle.loads(pickle.dumps(Bomb(), 2))
     assert (tmp_path / "exploded").exists()  # it would have
@@ -579,17 +639,13 @@ def test_a_checkpoint_of_any_architecture_comes_back(tmp_path_factory, config):
     def make(seed):
         torch.manual_seed(seed)
         model = MaskedLM(config)
-        state = module.State(step=3)
         run = SimpleNamespace(
             model=model,
-            folder=path,
             scaler=torch.amp.GradScaler("cpu", enabled=False),
             meta={"sha256": {"train.bin": "abc"}},
-            state=state,
-            clock=module.Clock(state, 60.0, 0),
+            state=module.State(step=3, elapsed=4.5) if seed == 0 else module.State(),
             optimizers=module.build_optimizers(dict(model.named_parameters())),
         )
-        run.clock.earlier = 4.5
         ids = torch.randint(4, config.vocab_size, (2, 5))
         model(ids).square().sum().backward()
         for o in run.optimizers:
@@ -598,56 +654,29 @@ def test_a_checkpoint_of_any_architecture_comes_back(tmp_path_factory, config):
 
     path = tmp_path_factory.mktemp("any")
     a, b = make(0), make(1)
-    checkpoint.write(a, "muon")
-    checkpoint.restore(b, "muon")
-    assert all(torch.equal(v, b.model.state_dict()[k]) for k, v in a.model.state_dict().items())
-    for x, y in zip(a.optimizers, b.optimizers, strict=True):
-        x, y = x.state_dict()["state"], y.state_dict()["state"]
-        assert all(torch.equal(x[i][k], y[i][k]) for i in x for k in x[i])
-    assert b.state == a.state and b.clock.earlier == pytest.approx(4.5, abs=5)
+    assert not same(parts_of(a), parts_of(b))
+    checkpoint.write(a, path, "muon")
+    checkpoint.restore(b, path, "muon")
+    assert same(parts_of(a), parts_of(b))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
-        (lambda s: s.update(extra=torch.ones(2)), "extra is unknown"),
-        (lambda s: s.pop("head.dense.weight"), "head.dense.weight is missing"),
-        (lambda s: s.update({"head.dense.weight": torch.ones(3)}), "head.dense.weight is of shape"),
-        (
-            lambda s: s["head.dense.weight"].fill_(float("nan")),
-            "head.dense.weight is not finite everywhere",
-        ),
+        (lambda s: s.update(extra=torch.ones(2)), "extra"),
+        (lambda s: s.pop("head.dense.weight"), "head.dense.weight"),
+        (lambda s: s.update({"head.dense.weight": torch.ones(3)}), "head.dense.weight"),
+        (lambda s: s["head.dense.weight"].fill_(math.nan), "head.dense.weight"),
     ],
 )
-def test_a_model_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, message):
-    folder_module.save(
-        MaskedLM(
-            next(
-                iter([module.ModelConfig(vocab_size=40, n_layer=1, n_head=1, n_embd=8, n_inner=8)])
-            )
-        ),
-        tmp_path,
-    )
+def test_a_model_folder_that_does_not_fit_is_refused_by_name(tmp_path, change, named):
+    sizes = {"vocab_size": 40, "n_layer": 1, "n_head": 1, "n_embd": 8, "n_inner": 8}
+    folder_module.save(MaskedLM(model_config(**sizes)), tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     change(state)
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=named):
         folder_module.load(tmp_path)
-
-
-def test_no_path_makes_a_script_overwrite_what_is_not_its_own(tmp_path, monkeypatch):
-    """A page of GLUE, a classifier's folder: each refused where something else is there."""
-    import finetune_glue
-
-    (tmp_path / "glue.md").write_text("precious")
-    with pytest.raises(SystemExit, match="it is not ours, move it away"):
-        glue.add_runs(tmp_path, {"system": "x", "weights": "w", "protocol": {}}, [])
-    for content in ("{}", '{"model_type": "bert"}', "precious"):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(SystemExit, match="is no classifier of ours: move it away, or leave"):
-            finetune_glue.refuse_other(tmp_path)
-    finetune_glue.refuse_other(tmp_path / "nowhere")
-    assert (tmp_path / "glue.md").read_text() == "precious"
 
 
 # Text made to harm
@@ -689,13 +718,12 @@ def hostile(folder, text, line_mb):
 @pytest.mark.parametrize("line_mb", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_hostile_text(tmp_path, texts, line_mb):
     bad = hostile(tmp_path / "in", "\n\n".join(text[:5000] for text in texts[:30]), line_mb)
-    done = script(
-        "prepare.py", source=tmp_path / "in" / "*", data_dir=tmp_path / "out", **SMALL_DATA
-    )
+    folders = {"source": tmp_path / "in" / "*", "data_dir": tmp_path / "out"}
+    done = script("prepare.py", accept_partial=True, **folders, **SMALL_DATA)
     assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
     meta = load_meta(tmp_path / "out")
     assert {os.path.basename(path) for path in meta["errors"]} == bad
-    assert all(done.stdout.count(f"{name} could not be read to its end: ") == 1 for name in bad)
+    assert all(name in done.stdout for name in bad)
     assert meta["counts"]["characters_read"] > line_mb * 10**6
     rows = np.fromfile(tmp_path / "out" / "train.bin", np.uint16)
     assert len(rows) == meta["counts"]["rows"] * 128 and rows.max() < 600

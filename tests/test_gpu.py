@@ -37,7 +37,7 @@ import train
 from model import MaskedLM, ModelConfig, make_loss, mixed_precision
 from nanocram import checkpoint, glue, machine, record
 from nanocram.configurator import configure
-from nanocram.data import IGNORE, draw_masks
+from nanocram.data import IGNORE
 
 TIMEOUT = 300  # seconds for the answer of a process: some compile several graphs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -198,13 +198,6 @@ def test_a_process_sees_the_gpus_that_are_hidden_here():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_a_process_that_fails_is_told():
-    with pytest.raises(pytest.fail.Exception, match=r"bench\.py has no setting n_layers"):
-        start(run_script, "bench.py", "--n_layers=3").answer()
-    with pytest.raises(pytest.fail.Exception, match="died with exit code"):
-        start(os.abort).answer()
-
-
 # Losses and gradients beside those of float32 on the CPU
 
 
@@ -247,7 +240,7 @@ def numerics(device, name):
     machine.pick(device, "auto")  # what suits our work there: TF32, no cuDNN
     model = new_model(device, name)
     rows = torch.randint(4, model.config.vocab_size, (8, 128))
-    batch = draw_masks(rows, 38, 30, model.config.vocab_size)
+    batch = train.draw_masks(rows, 38, 30)
 
     def loss_and_gradient(where, dtype, mode):
         net = copy.deepcopy(model).to(where)
@@ -339,7 +332,7 @@ def memory(device):
     run = bench.new_run()
     found = []
     for step in range(1, 51):
-        bench.train_step(run, n_micro=2)
+        bench.step_of(run, 2)
         if step in (10, 50):
             found.append(live_bytes(device))
     leak = torch.zeros(10**6, dtype=torch.uint8, device=device)
@@ -376,8 +369,8 @@ def waits(device):
         set_up(device, optimizer=optimizer, dtype=dtype, **rows)
         run = bench.new_run()
         for _ in range(2):  # the optimisers make their states
-            bench.train_step(run, n_micro=2)
-        steps = [places(bench.train_step, run, 2) for _ in range(5)]
+            bench.step_of(run, 2)
+        steps = [places(bench.step_of, run, 2) for _ in range(5)]
         found[optimizer, dtype] = steps, places(run.model.decoder.bias[0].item)
     return found
 
@@ -386,7 +379,7 @@ def waits(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_step_waits_once(device, optimizer, dtype):
-    """In update(), for loss and norm. test_train.py counts what it asks of a CPU."""
+    """For loss and norm. test_train.py counts what a step asks of a CPU."""
     steps, one_item = answer(waits, device)[optimizer, dtype]
     assert len(one_item) == 1  # or nothing would be noticed
     assert [len(places) for places in steps] == [1] * 5, steps
@@ -408,12 +401,12 @@ def graphs(device, data_dir, out_dir):
     save = train.save
     runs = []
 
-    def save_and_compile_no_more(run):
+    def save_and_compile_no_more(run, log):
         runs.append(run)
         # From the first save on, before the first step, a new graph is an error, which names the
         # guard. fail_on_recompile_limit_hit would let seven of them pass.
         torch._dynamo.config.error_on_recompile = True
-        return save(run)
+        return save(run, log)
 
     train.save = save_and_compile_no_more
     train.main()
@@ -453,13 +446,13 @@ def halving(device, data_dir, out_dir):
     set_up(device, data_dir=data_dir, out_dir=out_dir, **rows)
     run = bench.new_run()
     torch.cuda.reset_peak_memory_stats()
-    bench.train_step(run, n_micro=2)
+    bench.step_of(run, 2)
     needed = torch.cuda.max_memory_allocated()
     del run
     gc.collect()
     torch.cuda.empty_cache()
     card = torch.cuda.get_device_properties(device)
-    # train.rehearse() keeps a twentieth free; inductor clears the cache where it times kernels.
+    # fit.py keeps a twentieth free; inductor clears the cache where it times kernels.
     allowed = card.total_memory // 20 + card.L2_cache_size + 1.2 * needed
     torch.cuda.set_per_process_memory_fraction(allowed / card.total_memory)
 
@@ -485,13 +478,13 @@ def states(device, data_dir, out_dir):
     set_up(device, data_dir=data_dir, out_dir=out_dir, zero_init=False)
     run = bench.new_run()
     for _ in range(2):
-        bench.train_step(run)
-    record.new_folder(run.folder)
-    assert train.save(run)
+        bench.step_of(run, 1)
+    record.new_folder(out_dir)
+    checkpoint.write(run, out_dir, train.optimizer)
     again = bench.new_run()
-    checkpoint.restore(again, train.optimizer)
-    bench.train_step(run)
-    bench.train_step(again)
+    checkpoint.restore(again, out_dir, train.optimizer)
+    bench.step_of(run, 1)
+    bench.step_of(again, 1)
     where, errors = {}, []
     for ours, theirs in zip(again.optimizers, run.optimizers, strict=True):
         for mine, other in zip(ours.state.values(), theirs.state.values(), strict=True):
@@ -633,7 +626,7 @@ def test_fine_tuning(device, undisturbed, glue_files, tmp_path):
         folder = shutil.copytree(undisturbed(device), tmp_path / f"model{len(scores)}")
         arguments = flags(model=folder, device=where, **settings)
         answer(run_script, "finetune_glue.py", *arguments)
-        ((run,),) = glue.runs_by_name(folder).values()
+        (run,) = glue.read_runs(folder)
         scores.append(run["scores"])
     ours, reference = scores
     assert ours.keys() == reference.keys()
@@ -695,7 +688,7 @@ def seconds_of(work, *args):
 
 def micro_batch_seconds(run):
     """What there is once a step, such as AdamW on the host, is not in the difference."""
-    few, many = (seconds_of(bench.train_step, run, n_micro) for n_micro in (2, 10))
+    few, many = (seconds_of(bench.step_of, run, n_micro) for n_micro in (2, 10))
     return (many - few) / 8
 
 

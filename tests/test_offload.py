@@ -11,15 +11,15 @@ from collections import Counter, defaultdict
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, new_run, put, saved_for_backward, train_step
+from conftest import model_config, new_log, new_run, put, saved_for_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as module
-from model import MaskedLM, ModelConfig, make_loss, mixed_precision
-from nanocram import checkpoint, machine, record
+from model import MaskedLM, make_loss, mixed_precision
+from nanocram import checkpoint, machine, offload, record
 from nanocram.data import fill_masks
 from nanocram.model_folder import load
-from nanocram.offload import Streamed, memory_plan
+from nanocram.offload import Streamed, bytes_on_host, plan_memory
 from nanocram.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -36,7 +36,22 @@ def setting(train, monkeypatch):
 @pytest.fixture
 def sums_travel(monkeypatch):
     """A function: from now on the sums of all blocks' gradients find no room on the device."""
-    return lambda: monkeypatch.setattr(module, "memory_plan", lambda *args, **sizes: ("", False))
+    return lambda: monkeypatch.setattr(module, "plan_memory", lambda *args, **sizes: False)
+
+
+def step(run, progress):
+    """(loss, norm of the gradient) of a step of train.py."""
+    module.train_step(run, progress)
+    return run.state.last["loss"], run.state.last["grad_norm"]
+
+
+def weights_of(run):
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+def assert_equal(weights, others):
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +59,8 @@ def sums_travel(monkeypatch):
     [
         {"dtype": "bfloat16", "head_transform": True},
         {"n_narrow": 2, "n_layer": 4, "batch_size": 24, "travel": True},
-        pytest.param({"position": "learned", "post_norm": True}, marks=pytest.mark.slow),
-        {"optimizer": "adam", "position": "sinusoidal", "n_layer": 3},
+        pytest.param({"position_embedding": "learned", "post_norm": True}, marks=pytest.mark.slow),
+        {"optimizer": "adam", "position_embedding": "sinusoidal", "n_layer": 3},
     ],
 )
 def test_offload_is_the_plain_run_bit_for_bit(setting, sums_travel, tmp_path, settings):
@@ -62,13 +77,12 @@ def test_offload_is_the_plain_run_bit_for_bit(setting, sums_travel, tmp_path, se
         rows.append([row | {"elapsed_s": 0} for row in record.read_log(out)])
     assert rows[0] == rows[1] and rows[0][-1]["step"] == 5
     plain, other = ends
-    assert plain["model"].keys() == other["model"].keys()
-    assert all(torch.equal(plain["model"][k], other["model"][k]) for k in plain["model"])
+    assert_equal(plain["model"], other["model"])
     for ours, theirs in zip(plain["optimizers"], other["optimizers"], strict=True):
         assert ours.keys() == theirs.keys() and ours
-        assert all(torch.equal(ours[i][k], theirs[i][k]) for i in ours for k in ours[i])
-    a, b = (load(tmp_path / name).state_dict() for name in ("False", "True"))
-    assert all(torch.equal(a[k], b[k]) for k in a)
+        for name in ours:
+            assert_equal(ours[name], theirs[name])
+    assert_equal(*(load(tmp_path / name).state_dict() for name in ("False", "True")))
 
 
 ANOTHER_ORDER = {"post_norm": True, "n_narrow": 3, "linear_bias": True, "activation": "relu2"}
@@ -79,9 +93,14 @@ ANOTHER_ORDER = {"post_norm": True, "n_narrow": 3, "linear_bias": True, "activat
     "switches",
     [
         {"n_layer": 1, "token_types": 2, "norm_bias": True},
-        {"n_layer": 2, "position": "sinusoidal_fixed", "first_attn_norm": True},
+        {"n_layer": 2, "position_embedding": "sinusoidal_fixed", "first_attn_norm": True},
         {"n_narrow": 3, "final_norm": False, "decoder_bias": False},
-        {"post_norm": True, "position": "learned", "embedding_norm": False, "activation": "gelu"},
+        {
+            "post_norm": True,
+            "position_embedding": "learned",
+            "embedding_norm": False,
+            "activation": "gelu",
+        },
         ANOTHER_ORDER,
     ],
 )
@@ -91,8 +110,7 @@ def test_gradients_are_the_plain_models(switches, sums_stay):
     Several narrow blocks with their norms behind them add up keys' and values' gradients for their
     context in another order: equal to rounding."""
     sizes = {"vocab_size": 301, "n_layer": 4, "n_head": 2, "n_embd": 20, "n_inner": 27}
-    config = ModelConfig(**(sizes | {"dropout": 0.1, "zero_init": False} | switches))
-    plain = MaskedLM(config)
+    plain = MaskedLM(model_config(**(sizes | {"dropout": 0.1, "zero_init": False} | switches)))
     model = copy.deepcopy(plain)
     streamed = Streamed(model, CPU, torch.float32, sums_stay)
     assert all(p.data_ptr() % 16 == 0 for p in streamed.twin.parameters())
@@ -100,7 +118,6 @@ def test_gradients_are_the_plain_models(switches, sums_stay):
     positions = torch.tensor([[1, 3, 4, 9]]).expand(6, 4)
     batch = ids, positions, ids.gather(1, positions)
     for micro_batch in range(3):
-        streamed.is_last = micro_batch == 2
         for either in (plain, model):
             torch.manual_seed(micro_batch)
             make_loss(either, CPU, torch.float32)(*batch).backward()
@@ -118,31 +135,27 @@ def test_a_run_goes_on_with_and_without_offload(setting, tmp_path):
     for first, second in ((False, False), (True, False), (False, True)):
         setting(offload=first, out_dir=str(tmp_path / f"{first}{second}"))
         run = new_run()
-        record.new_folder(run.folder)
-        for step in range(3):
-            train_step(run, step / 5)
-        assert module.save(run)
+        for i in range(3):
+            step(run, i / 5)
+        new_log(run)
+        checkpoint.write(run, module.out_dir, "adamw")
         setting(offload=second)
         run = new_run()
-        checkpoint.restore(run, "adamw")
-        for step in range(3, 5):
-            train_step(run, step / 5)
-        ends.append({k: w.detach().clone() for k, w in run.weights.items()})
-    assert all(torch.equal(ends[0][k], end[k]) for end in ends[1:] for k in ends[0])
+        checkpoint.restore(run, module.out_dir, "adamw")
+        for i in range(3, 5):
+            step(run, i / 5)
+        ends.append(weights_of(run))
+    assert_equal(ends[0], ends[1])
+    assert_equal(ends[0], ends[2])
 
 
-def test_a_step_cut_short_leaves_nothing(setting):
-    """As by the clock, between two micro-batches: the next step is that of a fresh run."""
-    norms = []
-    for cut in (False, True):
-        setting(offload=True)
-        run = new_run()
-        if cut:
-            run.streamed.is_last = False
-            run.loss_fn(*module.batch_at(run, 64, 20)).backward()
-            run.model.zero_grad()
-        norms.append(train_step(run, 0.9))
-    assert norms[0] == norms[1]
+def test_a_rehearsal_leaves_nothing(setting):
+    """The step after it, as after a micro-batch that found no memory, is a fresh run's."""
+    setting(offload=True)
+    rehearsed, fresh = new_run(), new_run()
+    rehearsed.loss_fn(*module.batch_at(rehearsed, 64, 20)).backward()
+    rehearsed.model.zero_grad()
+    assert step(rehearsed, 0.9) == step(fresh, 0.9)
 
 
 def test_blocks_keep_their_input_alone(setting):
@@ -181,26 +194,25 @@ def test_guesses_are_the_plain_models(setting, data_dir):
         setting(offload=on_host)
         run = new_run(torch.bfloat16)
         words.append(fill_masks(run.model, tokenizer, "once upon a [MASK]."))
-        train_step(run, 0.9)
+        step(run, 0.9)
         words.append(fill_masks(run.model, tokenizer, "once upon a [MASK]."))
     assert words[:2] == words[2:] and words[0] != words[1]
 
 
 def test_offload_with_a_loss_scale(setting):
     """float16: steps that overflow are skipped, the scale falls, weights stay the plain run's."""
-    setting(max_steps=100)
     ends = []
     for on_host in (False, True):
         setting(offload=on_host)
         run = new_run(torch.float16)
         run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-        while run.state.step - run.state.skipped < 2:
-            assert train_step(run, 0.5)
-        weights = [w.detach().clone() for w in run.weights.values()]
-        ends.append((run.state, run.scaler.get_scale(), weights))
+        run.scaler.scale(torch.zeros(()))
+        while run.state.applied_steps < 2:
+            step(run, 0.5)
+        ends.append((run.state, run.scaler.get_scale(), weights_of(run)))
     (state, scale, weights), (other_state, other_scale, other_weights) = ends
     assert state == other_state and state.skipped > 0 and scale == other_scale < 2.0**24
-    assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
+    assert_equal(weights, other_weights)
 
 
 def in_gb(words, text):
@@ -208,15 +220,22 @@ def in_gb(words, text):
     return float(re.search(r"([\d.e+-]+) GB " + words, text)[1])
 
 
-def plan_of(config, amp_dtype=torch.float32, rows=8, pinned=False, free=(math.inf, math.inf)):
-    sizes = {"micro_batch": rows, "seq_len": 128, "n_predicted": 38}
-    free_host, free_device = free
-    where = {"pinned": pinned, "free_host": free_host, "free_device": free_device}
-    return memory_plan(config, amp_dtype, **sizes, **where)
+@pytest.fixture
+def plan_of(monkeypatch, capsys):
+    """plan_memory() where so many bytes are free; (what it says, whether the sums stay)."""
+
+    def plan_of(config, amp_dtype=torch.float32, rows=8, free_host=math.inf, free_device=math.inf):
+        free = iter((free_host, free_device))
+        monkeypatch.setattr(machine, "free_bytes", lambda where: next(free))
+        sizes = {"rows": rows, "seq_len": 128, "n_predicted": 38}
+        sums_stay = plan_memory(config, CPU, amp_dtype, **sizes)
+        return capsys.readouterr().out, sums_stay
+
+    return plan_of
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_the_plan_of_the_host(setting, pinned):
+def test_the_plan_of_the_host(setting, plan_of, monkeypatch, pinned):
     """By a count of the model's parameters; one byte less than that is refused in a line."""
     setting(n_layer=6)
     config = module.check_settings()
@@ -226,27 +245,28 @@ def test_the_plan_of_the_host(setting, pinned):
     sizes.append(every - sum(sizes))
     held = [2 ** math.ceil(math.log2(size)) for size in sizes] if pinned else sizes
     needed = 2 * sum(held) + 3 * every
-    text, _ = plan_of(config, pinned=pinned, free=(needed, 0))
+    monkeypatch.setattr(
+        offload, "bytes_on_host", lambda sizes, **_: bytes_on_host(sizes, pinned=pinned)
+    )
+    text, _ = plan_of(config, free_host=needed)
     assert in_gb("in host memory", text) == pytest.approx(needed / 1e9, rel=0.005)
-    with pytest.raises(SystemExit, match=r"more than are free: type a smaller --n_layer") as e:
-        plan_of(config, pinned=pinned, free=(needed - 1, 0))
+    with pytest.raises(SystemExit, match="--n_layer") as e:
+        plan_of(config, free_host=needed - 1)
     assert "\n" not in str(e.value)
     with pytest.raises(SystemExit) as e:
-        plan_of(config, pinned=pinned, free=(needed / 4, 0))
+        plan_of(config, free_host=needed / 4)
     assert in_gb("more than", str(e.value)) == pytest.approx(0.75 * needed / 1e9, rel=0.005)
 
 
 @pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16])
-def test_the_plan_of_the_device(setting, amp_dtype):
+def test_the_plan_of_the_device(setting, plan_of, amp_dtype):
     """Activations against what a block and the loss keep; the sums that find room."""
     setting(n_layer=6, n_embd=128, n_inner=256, dropout=0.0)
     config = module.check_settings()
     few, many = (plan_of(config, amp_dtype, rows)[0] for rows in (8, 16))
     model = MaskedLM(config)
     block = model.model.layers[1]
-
-    tables = model.model.rope_cos, model.model.rope_sin
-    rope = [table[:128].to(amp_dtype) for table in tables]
+    rope = [x[:128].to(amp_dtype) for x in (model.model.rope_cos, model.model.rope_sin)]
 
     def forward(rows):
         x = torch.zeros(rows, 128, 128, requires_grad=True)
@@ -262,53 +282,22 @@ def test_the_plan_of_the_device(setting, amp_dtype):
     assert more == pytest.approx((kept[1] - kept[0] + inputs) / 1e9, rel=0.35)
 
     # All sums stay where they leave a tenth of the card free; they are those of four more blocks.
-    stays, _ = plan_of(config, amp_dtype)
-    needed = in_gb("on the device", stays)
-    fits, does_not = (
-        plan_of(config, amp_dtype, free=(math.inf, n * needed)) for n in (1.12e9, 1.1e9)
-    )
-    assert fits == (stays, True) and not does_not[1]
-    assert "gradients add up on" in stays and "gradients come and go" in does_not[0]
+    needed = in_gb("on the device", few)
+    fits = plan_of(config, amp_dtype, free_device=1.12e9 * needed)
+    tight = plan_of(config, amp_dtype, free_device=1.1e9 * needed)
+    assert fits == (few, True) and not tight[1]
     sums = 4 * sum(p.nbytes for p in block.parameters())
-    difference = needed - in_gb("on the device", does_not[0])
+    difference = needed - in_gb("on the device", tight[0])
     assert difference == pytest.approx(sums / 1e9, abs=2e-4)
 
 
-def test_the_plan_comes_before_anything_is_made(setting, monkeypatch, capsys, tmp_path):
+def test_the_plan_comes_before_anything_is_made(setting, monkeypatch, tmp_path):
     setting(offload=True)
-
-    def too_large(*args):
-        raise MemoryError
-
-    monkeypatch.setattr(module, "MaskedLM", too_large)
-    with pytest.raises(MemoryError):
-        module.main()
-    assert "GB in host memory" in capsys.readouterr().out
+    monkeypatch.setattr(module, "MaskedLM", None)
     monkeypatch.setattr(machine, "free_bytes", lambda where: 1000)
     with pytest.raises(SystemExit, match="GB more than are free"):
         module.main()
     assert not (tmp_path / "out").exists()
-
-
-def test_the_largest_models_of_the_docs():
-    """config/offload.py's shape, with as many layers as fit by hand."""
-    text = (ROOT / "docs/how_it_works.md").read_text(encoding="utf-8")
-    sizes = re.search(r"^\| free host memory \|(.*)\|$", text, re.MULTILINE)[1].split("|")
-    largest = re.search(r"^\| largest model \|(.*)\|$", text, re.MULTILINE)[1].split("|")
-    C, vocabulary = 2560, 32768
-    block = 4 * C * C + 3 * C * 5120 + 2 * C
-    outside = vocabulary * C + vocabulary + 2 * C
-    layers = []
-    for size, words in zip(sizes, largest, strict=True):
-        free = float(size.removesuffix("GB ")) * 1e9 - 2 * 2**29 - 12 * outside
-        layers.append(int(free // (2 * 2**28 + 12 * block)))
-        assert words.strip() == f"{(outside + layers[-1] * block) / 1e9:.1f}B"
-    shapes = [
-        ModelConfig(n_layer=n, n_head=40, n_embd=C, n_inner=5120) for n in range(layers[0], 48)
-    ]
-    plan_of(shapes[0], torch.bfloat16, 256, True, (64e9, 0))
-    with pytest.raises(SystemExit):
-        plan_of(shapes[1], torch.bfloat16, 256, True, (64e9, 0))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others do not tell")
@@ -347,48 +336,38 @@ def test_compiled_blocks_compute_the_same(setting, monkeypatch):
         torch._dynamo.utils.counters.clear()
         run = new_run()
         if compiled:
-            run.loss_fn = run.streamed.compiled(run.loss_fn)
-        ends.append([train_step(run, 0.9), *(w.detach() for w in run.weights.values())])
-        module.held_out_loss(run, [[x[:3] for x in module.batch_at(run, 0, 20)]])
+            run.loss_fn = run.streamed.compile(run.loss_fn)
+        ends.append((step(run, 0.9), weights_of(run)))
+        module.mean_loss(run, [[x[:3] for x in module.batch_at(run, 0, 20)]])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3 * compiled
     assert ends[0][0] == ends[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(ends[0][1:], ends[1][1:], strict=True))
+    assert_equal(ends[0][1], ends[1][1])
 
 
 def test_where_blocks_do_not_compile_they_run_eager(setting, monkeypatch):
     """With the loss function from before, as train.py goes on."""
 
-    def broken(block_forward, **options):
-        def forward(*args):
-            raise RuntimeError("no compiler")
-
-        return forward
+    def broken(*args):
+        raise RuntimeError("no compiler")
 
     setting(offload=True)
-    monkeypatch.setattr(torch, "compile", broken)
-    steps = []
-    for tries in (False, True):
-        run = new_run()
-        if tries:
-            with pytest.raises(RuntimeError, match="no compiler"):
-                run.streamed.compiled(run.loss_fn)(*module.batch_at(run, 0, 20))
-        steps.append(train_step(run, 0.9))
-    assert steps[0] == steps[1]
+    monkeypatch.setattr(torch, "compile", lambda block_forward, **options: broken)
+    tried, fresh = new_run(), new_run()
+    with pytest.raises(RuntimeError, match="no compiler"):
+        tried.streamed.compile(tried.loss_fn)(*module.batch_at(tried, 0, 20))
+    assert step(tried, 0.9) == step(fresh, 0.9)
 
 
 @pytest.mark.slow
 def test_blocks_compile_with_inductor(setting):
     """In seconds a graph; its sums round otherwise."""
     setting(offload=True, n_layer=4, dropout=0.0)
-    losses = []
-    for compiled in (False, True):
-        run = new_run()
-        if compiled:
-            run.loss_fn = run.streamed.compiled(run.loss_fn)
-        losses.append([train_step(run, 0.9) for _ in range(3)])
-    for (loss, norm), (other_loss, other_norm) in zip(*losses, strict=True):
-        assert other_loss == pytest.approx(loss, rel=1e-5)
-        assert other_norm == pytest.approx(norm, rel=1e-3)
+    compiled, plain = new_run(), new_run()
+    compiled.loss_fn = compiled.streamed.compile(compiled.loss_fn)
+    for _ in range(3):
+        (loss, norm), (wanted_loss, wanted_norm) = step(compiled, 0.9), step(plain, 0.9)
+        assert loss == pytest.approx(wanted_loss, rel=1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=1e-3)
 
 
 # What runs on a device is known by its order alone: a race that no CPU has is found by clocks.
@@ -537,9 +516,9 @@ def watched_run(setting, monkeypatch, n_layer, left_out=0):
         patch.setattr(torch, "get_device_module", lambda dev: streams)
         run = new_run()
     with Races(streams, run.streamed) as races:
-        train_step(run, 0.9)
-        module.held_out_loss(run, [module.batch_at(run, 0, 20)])
-        train_step(run, 0.9)
+        step(run, 0.9)
+        module.mean_loss(run, [module.batch_at(run, 0, 20)])
+        step(run, 0.9)
     return run, streams, races
 
 
@@ -591,16 +570,16 @@ def test_copies_hide_behind_the_blocks_before_them(setting, sums_travel, monkeyp
             queued = [i for i in range(at) if log[i][:2] == ("weights", block)]
             assert queued[-1] < before
 
-    # Every block's sums go home: in the last micro-batch, or in all of them. The block that
+    # Every block's sums go home: at the end of a step, or in each micro-batch. Then the block that
     # computes next waits for none of it.
     home = [block for kind, block, _ in log if kind == "home"]
-    assert home == [*reversed(range(n))] * (4 if travels else 2)
+    assert home == ([*reversed(there)] * 4 if travels else there * 2)
     down = f"stream {streams.all.index(run.streamed.d2h)}"
     for i, (kind, block, clock) in enumerate(log):
-        following = [entry for entry in log[i:] if entry[0] == "compute"]
-        if kind == "home" and block > 0:
-            assert following[0][1] == block - 1
-            assert following[0][2].get(down, 0) < clock[down]
+        if travels and kind == "home" and block > 0:
+            following = next(entry for entry in log[i:] if entry[0] == "compute")
+            assert following[1] == block - 1
+            assert following[2].get(down, 0) < clock[down]
     # What comes with the weights comes for the second micro-batch of a step.
     came = sum(kind == "sums" for kind, _, _ in log)
     assert came == (2 * n if travels else 0)

@@ -16,8 +16,7 @@ from conftest import ROOT
 
 import train
 from model import Classifier, MaskedLM, ModelConfig
-from nanocram.configurator import configure, settings
-from nanocram.data import draw_masks
+from nanocram.configurator import configure
 
 MOMENTS = (np.arange(2000) + 0.5) / 2000  # of a run, none where a ramp has its steps
 
@@ -92,7 +91,7 @@ DECAY = 0.01  # of all five
 @pytest.fixture(params=RECIPES)
 def paper(request, monkeypatch):
     """The numbers of a recipe, which train.py is set to."""
-    for name in settings(train.__file__):  # put back after the test
+    for name in train.SETTINGS:  # put back after the test
         monkeypatch.setattr(train, name, getattr(train, name))
     configure(vars(train), [str(ROOT / "config" / f"{request.param}.py")])
     return RECIPES[request.param]
@@ -128,7 +127,7 @@ def test_the_rows_of_a_step_over_a_run(paper):
 
 
 def test_the_ramp_of_smaller_cards(monkeypatch):
-    for name in settings(train.__file__):
+    for name in train.SETTINGS:
         monkeypatch.setattr(train, name, getattr(train, name))
     flags = ["--micro_batch=128", "--batch_start=128"]
     configure(vars(train), [str(ROOT / "config" / "crammed.py"), *flags])
@@ -141,8 +140,7 @@ def test_what_is_hidden_of_a_row(paper):
     assert {train.mask_count(t) for t in MOMENTS} == {n}
     # Tokens from 10 on: a [MASK] is nothing else, and a random token hardly ever the one before.
     rows = torch.randint(10, train.vocab_size, (4000, 128))
-    shares = train.mask_token_share, train.random_token_share
-    ids, positions, labels = draw_masks(rows, n, n, train.vocab_size, *shares)
+    ids, positions, labels = train.draw_masks(rows, n, n)
     assert torch.equal(labels, rows.gather(1, positions))
     assert all(len(set(row)) == n for row in positions.tolist())
     seen = ids.gather(1, positions)
@@ -170,7 +168,7 @@ def test_fresh_weights(paper):
             assert abs(p.mean()) < 5 * 0.02 / math.sqrt(p.numel()), name
         else:
             assert (p == (1.0 if name.endswith("norm.weight") else 0.0)).all(), name
-    if train.position == "sinusoidal":
+    if train.position_embedding == "sinusoidal":
         i, t = np.arange(384), np.arange(128)[:, None]
         angles = t / 10000 ** (2 * i / 768)
         table = wide.model.embeddings.position_table.numpy()

@@ -1,7 +1,6 @@
 import gzip
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -12,8 +11,6 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
-import datasets
-import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -24,9 +21,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 import prepare as module
-from nanocram.configurator import assignments, settings
+import train
+from nanocram.sources import HubFile, split_documents
 from nanocram.tokenizer import CLS, SEP, Tokenizer
-from prepare import pack, split_documents, text_hash
+from prepare import pack, text_hash
 
 FILES = ("tokenizer.json", "train.bin", "val.bin")
 
@@ -126,11 +124,19 @@ def test_threads_change_nothing(tmp_path, corpus, prepare, data_dir):
         assert same(tmp_path / f"{threads}", data_dir)
 
 
+def test_other_processes_tokenize_alike(tmp_path, corpus, prepare, data_dir, monkeypatch):
+    put(monkeypatch, module, ALONE=2, BATCH=5000)
+    prepare(tmp_path / "out", corpus, threads=2)
+    assert same(tmp_path / "out", data_dir)
+
+
 @pytest.mark.parametrize("order", ["shuffle", "curriculum"])
 def test_how_much_is_taken_at_a_time_changes_nothing(tmp_path, corpus, prepare, monkeypatch, order):
     prepare(tmp_path / "whole", corpus, order=order)
-    monkeypatch.setattr(module, "WAITING", 3)
+    monkeypatch.setattr(module, "BATCH", 9000)
     monkeypatch.setattr(module, "CHUNK", 3000)
+    monkeypatch.setattr(module, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(module, "MOVED", 20000)
     prepare(tmp_path / "pieces", corpus, order=order)
     assert same(tmp_path / "whole", tmp_path / "pieces")
 
@@ -208,9 +214,9 @@ def test_what_becomes_of_documents(monkeypatch):
         (high - 2, 0, 1, "empty"),
         (high - 2, 0, 1, "empty"),
     ]
-    count = Counter()
+    count = Counter({"sources": {}})
     given = [("x", key, length, np.full(n, SEP, np.uint16)) for key, length, n, _ in documents]
-    chosen = [outcome for outcome, _ in module.choose(given, count)]
+    chosen = [outcome for outcome, *_ in module.choose(given, count, set(), set())]
     assert chosen == [outcome for *_, outcome in documents]
     assert count["read"] == len(documents)
     assert sum(count[outcome] for outcome in module.OUTCOMES) == len(documents)
@@ -231,25 +237,39 @@ def write_kinds(folder, corpus):
     table = pyarrow.table({"x": range(len(texts)), "body": texts})
     pyarrow.parquet.write_table(table, folder / "c.parquet")
     (folder / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name, text in (("e.jsonl.zst", lines), ("f.txt.zst", corpus.read_text())):
+        with pyarrow.CompressedOutputStream(folder / name, "zstd") as f:
+            f.write(text.encode())
+    (folder / "g.json").write_text(json.dumps([{"body": text} for text in texts], indent=1))
 
 
-@pytest.mark.parametrize("name", ["a.txt.gz", "b.jsonl", "c.parquet", "d.jsonl.gz"])
+KINDS = ["a.txt.gz", "b.jsonl", "c.parquet", "d.jsonl.gz", "e.jsonl.zst", "f.txt.zst", "g.json"]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, corpus, data_dir, prepare, name):
     write_kinds(tmp_path, corpus)
     prepare(tmp_path / "out", tmp_path / name, text_column="body")
     assert same(tmp_path / "out", data_dir)
 
 
-def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir, prepare, capsys):
+@pytest.fixture
+def folder_with_bad_files(tmp_path, corpus):
+    """Of three files one breaks off, and one has no texts."""
     folder = tmp_path / "texts"
     folder.mkdir()
     shutil.copy(corpus, folder / "b.txt")
     whole = gzip.compress(corpus.read_bytes())
     (folder / "a.txt.gz").write_bytes(whole[: len(whole) // 2])
     pyarrow.parquet.write_table(pyarrow.table({"x": [1, 2]}), folder / "c.parquet")
-    meta = prepare(tmp_path / "out", folder / "*")
+    return folder
+
+
+def test_one_bad_file_among_good_ones(tmp_path, data_dir, prepare, capsys, folder_with_bad_files):
+    meta = prepare(tmp_path / "out", folder_with_bad_files / "*", accept_partial=True)
     printed = capsys.readouterr().out
     whole_counts = json.loads((data_dir / "meta.json").read_text())["counts"]
+    assert not meta["complete"]
     assert meta["counts"]["held_out"] == whole_counts["held_out"]
     assert 40 < meta["counts"]["read"] < 80  # what stands before the break is read
     assert sorted(os.path.basename(p) for p in meta["errors"]) == ["a.txt.gz", "c.parquet"]
@@ -258,23 +278,57 @@ def test_one_bad_file_among_good_ones(tmp_path, corpus, data_dir, prepare, capsy
     assert "no column 'text', it has x: type --text_column=NAME" in printed
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_zstd_files_are_read_or_the_way_to_read_them_is_told(
-    tmp_path, corpus, data_dir, prepare, monkeypatch, capsys, is_there
+def test_a_part_is_never_called_the_whole(tmp_path, prepare, capsys, folder_with_bad_files):
+    out, source = tmp_path / "out", folder_with_bad_files / "*"
+    for _ in range(3):
+        with pytest.raises(SystemExit, match="--accept_partial=True") as end:
+            prepare(out, source)
+        assert end.value.code != 0 and not out.exists()
+    assert prepare(out, source, accept_partial=True)["errors"]
+    with pytest.raises(SystemExit, match=r"out holds a part of the text, errors in .*meta\.json"):
+        prepare(out, source)
+    with pytest.raises(SystemExit) as end:
+        prepare(out, source, accept_partial=True)
+    assert end.value.code == 0
+
+
+def test_it_goes_on_once_a_file_can_be_read(
+    tmp_path, corpus, data_dir, prepare, capsys, monkeypatch
 ):
-    write_kinds(tmp_path, corpus)
-    path = tmp_path / "e.jsonl.zst"
-    if is_there:
-        zstandard = pytest.importorskip("zstandard")
-        path.write_bytes(zstandard.compress((tmp_path / "b.jsonl").read_bytes()))
-        prepare(tmp_path / "out", path, text_column="body")
-        assert same(tmp_path / "out", data_dir)
-    else:
-        path.write_bytes(b"(\xb5/\xfd")
-        monkeypatch.delitem(fsspec.compression.compr, "zstd", raising=False)
-        with pytest.raises(SystemExit, match=r"could not read .*pip install zstandard"):
-            prepare(tmp_path / "out", path)
-        assert "zstd not supported; type pip install zstandard\n" in capsys.readouterr().out
+    """The vocabulary is done, one source is read, the other breaks off: then its file is whole."""
+    texts = documents_of(corpus)
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts[:20]))
+    path = tmp_path / "b.jsonl"
+    path.write_text("".join(lines[20:]))
+    prepare(tmp_path / "whole", f"{tmp_path}/a.txt,{path}")
+    read_texts, is_broken = module.sources.read_texts, True
+
+    def read(name, column, start=0):
+        found = read_texts(name, column, start)
+        for number, pair in enumerate(found, start):
+            if is_broken and name == str(path) and number == 13 and made.exists():
+                raise OSError("the disk has a bad sector")
+            yield pair
+
+    made = tmp_path / "out.partial/tokenizer.json"  # not while the vocabulary's sample is read
+    put(monkeypatch, module.sources, read_texts=read)
+    with pytest.raises(SystemExit, match=r"b\.jsonl could not be read to its end"):
+        prepare(tmp_path / "out", f"{tmp_path}/a.txt,{path}")
+    journal = json.loads((tmp_path / "out.partial/journal.json").read_text())
+    assert journal["places"][str(path)]["document"] == 13
+    assert 0 < journal["counts"]["read"] < 40 and list(journal["errors"]) == [str(path)]
+    is_broken = False
+    with pytest.raises(SystemExit, match="partial was begun with order='shuffle': give that to go"):
+        prepare(tmp_path / "out", f"{tmp_path}/a.txt,{path}", order="curriculum")
+    capsys.readouterr()
+    meta = prepare(tmp_path / "out", f"{tmp_path}/a.txt,{path}")
+    assert f"going on behind {journal['counts']['read']} documents" in capsys.readouterr().out
+    assert meta["complete"] and not meta["errors"]
+    assert same(tmp_path / "out", tmp_path / "whole")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin", "meta.json"
+    }  # fmt: skip
 
 
 def documents_of(path):
@@ -286,8 +340,14 @@ def put_as_source(monkeypatch, lengths):
     texts = {}
     for name, sizes in lengths.items():
         texts[name] = [f"{name}{i}".ljust(size, ".") for i, size in enumerate(sizes)]
-    monkeypatch.setattr(module, "read_documents", lambda name, errors: iter(texts[name]))
+    monkeypatch.setattr(module, "read_documents", lambda name, place, errors: iter(texts[name]))
     return texts
+
+
+def turns(files):
+    """What in_turns() gives of files, {name: paths}, from their beginning."""
+    places = {name: dict(module.START) for name in files}
+    return list(module.in_turns(files, module.shares(files), {"places": places, "errors": {}}))
 
 
 LENGTHS = st.lists(st.integers(5, 60), max_size=30)
@@ -299,9 +359,9 @@ def test_turns_are_as_long_as_the_weights_say(first, second, third, weights):
     with pytest.MonkeyPatch.context() as patch:
         texts = put_as_source(patch, dict(zip("abc", (first, second, third), strict=True)))
         patch.setattr(module, "weights", "")
-        everything = list(module.in_turns(sources, module.shares(sources), {}))
+        everything = turns(sources)
         patch.setattr(module, "weights", ",".join(map(str, weights)))
-        mixed = list(module.in_turns(sources, module.shares(sources), {}))
+        mixed = turns(sources)
     for name in "abc":
         assert [text for source, text in everything if source == name] == texts[name]
         given_out = [text for source, text in mixed if source == name]
@@ -309,10 +369,10 @@ def test_turns_are_as_long_as_the_weights_say(first, second, third, weights):
     # One of them was read to its end, and nowhere is one more than a document ahead of its share.
     ended = [sum(source == name for source, _ in mixed) == len(texts[name]) for name in "abc"]
     assert any(ended)
-    turns = dict.fromkeys("abc", 0.0)
+    lengths = dict.fromkeys("abc", 0.0)
     for name, text in mixed:
-        turns[name] += len(text) / weights["abc".index(name)]
-        assert max(turns.values()) - min(turns.values()) <= 60 / min(weights)
+        lengths[name] += len(text) / weights["abc".index(name)]
+        assert max(lengths.values()) - min(lengths.values()) <= 60 / min(weights)
 
 
 @pytest.fixture
@@ -347,23 +407,12 @@ def test_several_sources_are_one_data_set(tmp_path, corpus, prepare, two_sources
         assert line + f"{tokens:,} tokens and {val_tokens:,} held out\n" in printed
 
 
-def test_weights_set_the_mix_of_a_data_set(tmp_path, prepare, two_sources, monkeypatch):
-    estimated = []
-    print_estimate = module.print_estimate
-
-    def estimate(texts, tokenizer, total_bytes, folder):
-        estimated.append(total_bytes)
-        return print_estimate(texts, tokenizer, total_bytes, folder)
-
-    monkeypatch.setattr(module, "print_estimate", estimate)
+def test_weights_set_the_mix_of_a_data_set(tmp_path, prepare, two_sources):
     source = f"{two_sources}/a.txt,{two_sources}/b?.jsonl"
     parts = prepare(tmp_path / "out", source, weights="1,3")["counts"]["sources"].values()
     few, many = (part["characters_read"] for part in parts)
     assert abs(3 * few - many) <= 3 * 4000
     assert [part["read"] for part in parts][1] == 15  # the first to end
-    assert estimated == [pytest.approx(few + many, rel=0.2)]
-    prepare(tmp_path / "all", source)
-    assert estimated[1] > 1.3 * estimated[0]
 
 
 def test_the_vocabulary_is_trained_on_every_source(tmp_path, prepare):
@@ -376,175 +425,49 @@ def test_the_vocabulary_is_trained_on_every_source(tmp_path, prepare):
     assert b" zyxomma" in vocabulary and b" quokkish" in vocabulary
 
 
-def put_on_hub(monkeypatch, texts, *lengths):
-    """Put a data set of texts in place of the Hub's; its n-th reading breaks off at lengths[n]."""
-    lengths = iter(lengths)
+@pytest.mark.parametrize("weights", ["", "1,3"])
+def test_the_share_that_was_read(tmp_path, prepare, two_sources, monkeypatch, weights):
+    """What a run foresees half-way is about what there is in the end."""
+    foreseen = []
+    add = module.Partial.add
 
-    def read(length):
-        for text in texts[:length]:
-            yield {"title": "x", "text": text}
-        if length < len(texts):
-            raise ConnectionError("the line is dead")
+    def note(partial, documents):
+        add(partial, documents)
+        files, count = partial.journal["files"], partial.count
+        share = module.share_read(files, module.shares(files), partial.journal["places"], count)
+        foreseen.append(count["characters_read"] / share if share else 0)
 
-    def load_dataset(path, name, split, streaming):
-        assert (path, name, split, streaming) == ("some/texts", "part", "train", True)
-        length = next(lengths)
-        return datasets.IterableDataset.from_generator(read, gen_kwargs={"length": length})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-
-
-def test_a_data_set_of_the_hub(tmp_path, corpus, data_dir, prepare, monkeypatch):
-    put_on_hub(monkeypatch, corpus.read_text().split("\n\n"), 40, 40)
-    meta = prepare(tmp_path / "out", "some/texts:part")
-    assert same(tmp_path / "out", data_dir)
-    assert meta["settings"]["files"] == []
-
-
-def hub_of_files(monkeypatch, folder):
-    """Put the folders of a folder in place of the Hub's data sets; returns a list of what is asked.
-
-    They are read by the library itself, each .parquet a shard."""
-    asked = []
-    load_dataset = datasets.load_dataset
-
-    def load(path, name=None, **options):
-        if path == "json":
-            return load_dataset(path, **options)
-        asked.append((path, name))
-        there_is = None if name == "part" else name
-        return load_dataset(str(folder / path), there_is, **options)
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    return asked
-
-
-def test_the_sample_of_a_hub_data_set_is_spread_over_its_shards(tmp_path, monkeypatch):
-    (tmp_path / "some/texts").mkdir(parents=True)
-    for i in range(7):
-        table = pyarrow.table({"text": [f"shard {i} document {j:3}" for j in range(300)]})
-        pyarrow.parquet.write_table(table, tmp_path / f"some/texts/train-{i:05}-of-00007.parquet")
-    asked = hub_of_files(monkeypatch, tmp_path)
-    everything = list(module.read_texts("some/texts:part"))
-    assert everything == [f"shard {i} document {j:3}" for i in range(7) for j in range(300)]
-    monkeypatch.setattr(module, "SHARDS", 3)
-    sample = list(module.read_texts("some/texts", limit=3 * 200))
-    assert [text[:7] for text in sample] == 10 * ["shard 0"] + 10 * ["shard 3"] + 10 * ["shard 6"]
-    assert asked == [("some/texts", name) for name in ("part", None)]
-
-
-def test_a_hub_data_set_and_files_of_ones_own(
-    tmp_path, corpus, prepare, monkeypatch, capsys, two_sources
-):
-    (tmp_path / "some/texts").mkdir(parents=True)
-    table = pyarrow.table({"text": documents_of(corpus)[:25]})
-    pyarrow.parquet.write_table(table, tmp_path / "some/texts/train.parquet")
-    hub_of_files(monkeypatch, tmp_path)
-    own = f"{two_sources}/b?.jsonl"
-    meta = prepare(tmp_path / "out", f"some/texts:part,{own}")
-    assert [part["read"] for part in meta["counts"]["sources"].values()] == [25, 15]
-    sizes = [[str(p), p.stat().st_size] for p in sorted(two_sources.glob("b?.jsonl"))]
-    assert meta["settings"]["files"] == sizes
-    with pytest.raises(SystemExit, match=r"not read some/texts:half \(.*BuilderConfig.*\): run"):
-        prepare(tmp_path / "other", f"{own},some/texts:half")
-    wrong = "BuilderConfig 'half' not found. Available: ['default']; name one as NAME:CONFIG\n"
-    assert wrong in capsys.readouterr().out
-
-
-def test_a_stream_that_breaks_off(tmp_path, corpus, prepare, monkeypatch, capsys):
-    texts = 10 * corpus.read_text().split("\n\n")
-    out = tmp_path / "out"
-    put_on_hub(monkeypatch, texts, 300)
-    why = "ConnectionError: the line is dead"
-    dead = f"WARNING: some/texts:part could not be read to its end: {why}\n"
-    with pytest.raises(SystemExit, match=r"not read some/texts:part \(.*\): run again, or"):
-        prepare(out, "some/texts:part")
-    assert not out.exists() and capsys.readouterr().out.count(dead) == 1
-
-    put_on_hub(monkeypatch, texts, len(texts), 300)
-    with pytest.raises(SystemExit, match="out holds what could be read: use it, or delete it"):
-        prepare(out, "some/texts:part")
-    assert capsys.readouterr().out.count(dead) == 1
-    meta = json.loads((out / "meta.json").read_text())
-    assert meta["errors"] == {"some/texts:part": why}
-    assert 0 < meta["counts"]["read"] <= 300
-
-
-@pytest.mark.parametrize("weights", ["", "1,1"])
-def test_that_a_stream_broke_off_is_told_at_once(tmp_path, corpus, monkeypatch, capsys, weights):
-    texts = 10 * documents_of(corpus)
-    (tmp_path / "own.txt").write_text("\n\n".join(texts))
-    put_on_hub(monkeypatch, texts, 300)
-    put(monkeypatch, module, weights=weights)
-    hub = "some/texts:part"
-    sources = {hub: [hub], "own": [f"{tmp_path}/own.txt"]}
-    names, said = [], ""
-    for name, _ in module.in_turns(sources, module.shares(sources), {}):
-        names.append(name)
-        if not said:
-            said = capsys.readouterr().out
-            told_at = len(names)
-    said += capsys.readouterr().out
-    why = "ConnectionError: the line is dead"
-    assert said == f"WARNING: {hub} could not be read to its end: {why}\n"
-    if weights:
-        assert told_at == len(names) < 2 * 300 + 40
-    else:
-        assert told_at < 2 * 300 + 40 < len(names) == names.count(hub) + len(texts)
-
-
-def test_the_size_of_the_text_is_about_right(tmp_path, corpus):
-    write_kinds(tmp_path, corpus)
-    shutil.copy(corpus, tmp_path / "e.txt")
-    size = corpus.stat().st_size
-    assert module.text_bytes(f"{tmp_path}/e.txt") == size
-    for name in ("a.txt.gz", "d.jsonl.gz", "c.parquet"):
-        assert 0.6 < module.text_bytes(f"{tmp_path}/{name}") / size < 2, name
+    put(monkeypatch, module, BATCH=5000)
+    monkeypatch.setattr(module.Partial, "add", note)
+    source = f"{two_sources}/a.txt,{two_sources}/b?.jsonl"
+    count = prepare(tmp_path / "out", source, weights=weights, threads=1)["counts"]
+    half = len(foreseen) // 2
+    assert foreseen[half:] == [pytest.approx(count["characters_read"], rel=0.3)] * (
+        len(foreseen) - half
+    )
 
 
 @pytest.mark.parametrize(
-    "total_bytes, max_tokens, free, message",
+    "share, free, message",
     [
-        (10**9, 0, 1e12, "about {all:,.1f}M tokens: {disk:,.0f} MB of disk and "),
-        (10**9, -1, 1e12, "about {all:,.1f}M tokens: {disk:,.0f} MB of disk and "),
-        (10**9, 10**6, 1e12, "about 1.0M tokens: 2 MB of disk and "),
-        (math.inf, 10**6, 1e6, "; WARNING: only 1 MB are free there"),
-        (math.inf, 0, 1e12, "1,000M tokens take 2 GB of disk (1,000 GB are free there) and "),
+        (0.25, 1e12, "about 40M tokens, 80 MB of disk: another 60 s at 0.50M tokens/s, which "),
+        (0.25, 1e7, "; WARNING: only 10 MB are free there"),
+        (0.0, 1e12, "1,000M tokens take 2 GB of disk (1,000 GB are free) and 33 min at 0.50M tok"),
     ],
 )
-def test_the_estimate(
-    monkeypatch, capsys, tmp_path, data_dir, texts, total_bytes, max_tokens, free, message
-):
-    monkeypatch.setattr(module, "max_tokens", max_tokens)
+def test_the_forecast(monkeypatch, capsys, tmp_path, share, free, message):
+    """10M tokens in 20 seconds, 15 of which were spent waiting for the network."""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    tokenizer, some = Tokenizer(data_dir / "tokenizer.json"), texts[:3]
-    n_tokens = sum(1 + len(tokenizer.encode(text)) for text in some)  # each has a [SEP]
-    tokens = total_bytes * n_tokens / sum(len(text.encode()) for text in some)
-    limited = tokens if max_tokens < 1 else min(tokens, max_tokens)
-    assert module.print_estimate(some, tokenizer, total_bytes, tmp_path) == limited
+    spent = {"tokenizing": 7.0}
+    forecast = module.Forecast(spent)
+    forecast.begin({"tokens_read": 0})
+    forecast.begun -= 20
+    spent["tokenizing"] += 3
+    monkeypatch.setattr(HubFile, "waited", HubFile.waited + 15)
+    total = forecast.say(share, {"tokens_read": 10**7}, tmp_path)
+    assert total == (pytest.approx(4e7) if share else None)
     said = capsys.readouterr().out
-    assert message.format(all=tokens / 1e6, disk=2 * tokens / 1e6) in said
-    assert re.search(r"and [\d,]+ s", said) and said.count("\n") == 1
-
-
-def test_the_estimate_is_drawn_from_all_sources(capsys, tmp_path, data_dir):
-    tokenizer = Tokenizer(data_dir / "tokenizer.json")
-    sources = [" ".join(["the"] * 250), " ".join(["zqx"] * 250)]  # 999 characters each
-    few, many = (len(tokenizer.encode(text)) + 1 for text in sources)
-    assert 2 * few < many
-    module.print_estimate([sources[0]] * 2000 + [sources[1]] * 2000, tokenizer, 10**9, tmp_path)
-    said = float(re.search(r"about ([\d,.]+)M", capsys.readouterr().out)[1].replace(",", ""))
-    assert said == pytest.approx((few + many) / 2 / 999 * 1000, rel=0.1)
-
-
-def test_the_estimate_is_by_bytes(tmp_path, data_dir):
-    """A Cyrillic letter has two."""
-    tokenizer = Tokenizer(data_dir / "tokenizer.json")
-    tokenizer.mode = "plain"
-    texts = ["слово за слово " * 20] * 9
-    n_tokens = sum(1 + len(tokenizer.encode(text)) for text in texts)
-    total_bytes = sum(len(text.encode()) for text in texts)
-    assert module.print_estimate(texts, tokenizer, total_bytes, tmp_path) == n_tokens
+    assert message in said and "which the network limits" in said and said.count("\n") == 1
 
 
 def test_limits(tmp_path, corpus, prepare):
@@ -557,6 +480,15 @@ def test_limits(tmp_path, corpus, prepare):
     everything = prepare(tmp_path / "all", corpus, max_rows=-1, max_docs=-1, max_tokens=-1)
     assert everything["counts"]["read"] == 40
     assert short["tokens_read"] == short["tokens"] + short["val_tokens"]
+    assert few["complete"]  # it was asked for
+
+
+def test_where_a_limit_ended_the_reading_of_files_is_told(prepare, two_sources, capsys):
+    prepare(two_sources / "out", two_sources / "b?.jsonl", max_docs=10)
+    said = capsys.readouterr().out
+    assert "--max_docs=0 reads all" in said and f"file 2 of 2, {two_sources}/b2.jsonl" in said
+    prepare(two_sources / "all", two_sources / "b?.jsonl", max_docs=15)
+    assert "note: " not in capsys.readouterr().out
 
 
 def test_a_limit_on_tokens_holds_out_the_same_whatever_the_filter(
@@ -579,7 +511,7 @@ def test_blank_lines_end_documents(lines):
 
 
 def test_a_text_without_blank_lines_is_cut(monkeypatch):
-    monkeypatch.setattr(module, "MAX_DOCUMENT", 10)
+    monkeypatch.setattr(module.sources, "MAX_DOCUMENT", 10)
     cut = list(split_documents(io.StringIO("\n".join(["abcd"] * 5))))
     assert cut == ["abcd\nabcd\n", "abcd\nabcd\n", "abcd"]
     line = "0123456789" * 5 + "end"
@@ -589,7 +521,7 @@ def test_a_text_without_blank_lines_is_cut(monkeypatch):
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_nothing_finished_and_the_next_one_completes(
-    tmp_path, corpus, data_dir, prepare, capsys
+    tmp_path, corpus, data_dir, prepare
 ):
     folder = tmp_path / "data"
     partial = tmp_path / "data.partial"
@@ -605,7 +537,6 @@ def test_a_killed_run_leaves_nothing_finished_and_the_next_one_completes(
     assert partial.exists()
 
     prepare(folder, corpus)
-    assert "leftover of a run that did not finish" in capsys.readouterr().out
     assert not partial.exists()
     assert same(folder, data_dir)
 
@@ -628,18 +559,22 @@ def test_a_question_mark_stands_for_a_comma_in_a_name(tmp_path, corpus, data_dir
 
 
 def test_the_challenge_is_kept_unless_one_is_told(tmp_path, prepare, capsys):
-    assert "edu" not in settings(module.__file__)["source"][0]
+    assert "edu" not in module.source
     with pytest.raises(SystemExit, match="could not read HuggingFaceFW/fineweb-edu"):
         prepare(tmp_path / "out", "HuggingFaceFW/fineweb-edu")
     assert "a pre-trained model chose FineWeb-Edu, which the chall" in capsys.readouterr().out
 
 
 def test_recipes_that_share_a_data_set_prepare_it_alike():
-    known = settings(module.__file__)
+    """Read by Python itself, each in the settings as they are."""
+    known = {name: getattr(module, name) for name in module.SETTINGS}
+    others = {name: getattr(train, name) for name in train.SETTINGS}
     prepared = {}
     for path in (ROOT / "config").glob("*.py"):
-        values = {name: value for name, (value, _) in assignments(path).items() if name in known}
-        folder = values.setdefault("data_dir", known["data_dir"][0])
+        values = others | known
+        exec(path.read_text(encoding="utf-8"), {}, values)
+        values = {name: values[name] for name in known}
+        folder = values["data_dir"]
         assert prepared.setdefault(folder, values) == values, path
     crammed = prepared["data/crammed"]
     assert crammed["source"] == "monology/pile-uncopyrighted"

@@ -1,0 +1,75 @@
+"""Fine-tune a model folder on labels of your own, with transformers' Trainer.
+
+    pip install transformers accelerate
+    python docs/finetune_own_labels.py out/tiny train.tsv dev.tsv out/labelled
+
+A line of a file is a text, a tab and its label; the first line names the columns. Then OUT is for
+pipeline("text-classification", OUT). --fresh=1 leaves the pre-training out: what was it worth?
+"""
+
+import argparse
+import csv
+import os
+import sys
+
+from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForSequenceClassification as Classifier
+
+lines = argparse.RawDescriptionHelpFormatter
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=lines)
+for name in ("model", "train", "dev", "out"):
+    parser.add_argument(name)
+for name, value in {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}.items():
+    parser.add_argument(f"--{name}", type=type(value), default=value)
+options = parser.parse_args()
+if os.path.exists(options.out):  # it may be the model's own
+    sys.exit(f"{options.out} exists: name a new folder")
+
+
+def read(path):
+    """[(text, label), …] of a TSV file."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    except (OSError, ValueError) as e:
+        sys.exit(f"{path} cannot be read: {e}")
+    for number, row in enumerate(rows, 1):
+        if len(row) != 2:
+            sys.exit(f"{path}, line {number} has {len(row)} columns: give a text, a tab, a label")
+    return rows[1:]
+
+
+def encode(rows):
+    """What Trainer takes; a text that is too long for the model is cut."""
+    label_of = config.label2id
+    return [tokenizer(text, truncation=True) | {"label": label_of[name]} for text, name in rows]
+
+
+def accuracy(prediction):
+    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean().item()}
+
+
+train, dev = read(options.train), read(options.dev)
+names = sorted({name for _, name in train})
+unknown = {name for _, name in dev}.difference(names)
+if unknown:
+    sys.exit(f"{options.dev} has labels that {options.train} lacks: {', '.join(sorted(unknown))}")
+
+set_seed(options.seed)  # of the new layer; Trainer has it for the order of the rows
+words = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+tokenizer = AutoTokenizer.from_pretrained(options.model)
+config = AutoConfig.from_pretrained(options.model, **words)
+if options.fresh:
+    model = Classifier.from_config(config)
+else:
+    model = Classifier.from_pretrained(options.model, config=config)
+
+settings = {"learning_rate": options.lr, "num_train_epochs": options.epochs, "seed": options.seed}
+settings["per_device_train_batch_size"] = options.batch
+settings["warmup_steps"] = len(train) * options.epochs // options.batch // 10
+arguments = TrainingArguments(options.out, save_strategy="no", report_to="none", **settings)
+data = {"train_dataset": encode(train), "eval_dataset": encode(dev)}
+trainer = Trainer(model, arguments, **data, processing_class=tokenizer, compute_metrics=accuracy)
+trainer.train()
+trainer.save_model()
+print(f"{options.out}: accuracy {100 * trainer.evaluate()['eval_accuracy']:.1f} %")

@@ -160,6 +160,8 @@ class State:
     row: int = 0  # where the next step starts to read; it counts on through all epochs
     skipped: int = 0  # steps whose loss or gradient was not finite
     consecutive_skips: int = 0  # those since the last usable one
+    best_loss: float = 1e9  # the lowest training loss of a step ...
+    steps_above: int = 0  # ... and the steps in a row that were a nat above it
     evals_done: int = -1  # number of the last evaluation; 0 is the one before the first step
     logged: int = -1  # step of the last row in log.csv
     loss_sum: float = 0.0  # of the usable steps since that row, whose mean the next row has ...
@@ -403,6 +405,7 @@ def loop(run, log, signals):
         state.step_seconds = time.monotonic() - started
         clock.spent["training"] += state.step_seconds
         log.after_step(progress, rows_at=batch_rows)
+        warn_of_a_rise(state, log)
         if state.consecutive_skips >= MAX_SKIPPED:
             said = f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}"
             sys.exit(f"{said}, row {state.row}: lower the learning rate and resume")
@@ -715,6 +718,22 @@ def finish(run, log, is_over):
 def is_long():
     """Whether the run has a budget of an hour or more: too much to lose in silence."""
     return budget_hours >= 1 and not max_steps
+
+
+def warn_of_a_rise(state, log):
+    """Say so, once, where the loss of a long run is a nat above its best for a hundred steps."""
+    loss = state.last["loss"]
+    if not is_long() or not math.isfinite(loss):
+        return
+    state.best_loss = min(state.best_loss, loss)
+    is_above = loss > state.best_loss + 1
+    state.steps_above = state.steps_above + 1 if is_above else 0
+    if state.steps_above == 100:
+        lower = f"--lr={lr / 2:g} --muon_lr={muon_lr / 2:g}"
+        log.say(
+            "WARNING: the loss has been a nat above its best for 100 steps: if it stays there, stop "
+            f"the run and type --init=resume {lower}"
+        )
 
 
 def is_hopeless(number, number_before, loss):

@@ -65,6 +65,26 @@ def test_a_run_that_learns_nothing_is_warned_of(setting):
     assert [n for n in range(9) if module.is_hopeless(n, n - 1, 6.1)] == [1]
 
 
+def test_a_loss_that_rises_is_told_once(setting):
+    """A hundred steps in a row a nat above the best, in a run of an hour or more."""
+
+    def told(losses):
+        lines = []
+        state = module.State()
+        for loss in losses:
+            state.last = {"loss": loss}
+            module.warn_of_a_rise(state, types.SimpleNamespace(say=lines.append))
+        return len(lines) > 0, sum("--init=resume" in line for line in lines)
+
+    setting(budget_hours=24.0, max_steps=0)
+    assert told([5.0] + [6.5] * 250) == (True, 1)
+    assert told([5.0] + [6.5] * 99) == (False, 0)
+    assert told([5.0] + [6.5] * 60 + [5.9] + [6.5] * 60) == (False, 0)
+    assert told([5.0, math.nan] + [5.9] * 250) == (False, 0)
+    setting(max_steps=500)
+    assert told([5.0] + [6.5] * 250) == (False, 0)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_cosine_and_linear(setting, schedule):
     setting(schedule=schedule, warmup=0.1)

@@ -62,7 +62,7 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes later on
 n_layer = 16
-n_narrow = 0                    # last layers computed at predicted tokens alone; the last always is
+n_narrow = 0                    # last layers computed at predicted tokens alone; 0 is as 1
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, behind the gate
@@ -89,7 +89,7 @@ offload = False                 # keep weights, gradients and optimiser state in
 evals = 20                      # evaluations, evenly spread from the start on, and one at the end
 eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per row of log.csv
-checkpoint_minutes = 10.0       # between checkpoints; 0 = around the first step and at the end
+checkpoint_minutes = 10.0       # between checkpoints; 0 = before and after step 1, at the end
 wandb_project = ""              # log to this project of wandb.ai too (pip install wandb)
 samples = (                     # sentences to fill in, a | between two; '' = none
     "the capital of france is [MASK].|she opened the [MASK] and read the letter."
@@ -138,8 +138,8 @@ def lr_scale(progress):
 def batch_rows(progress):
     """Rows per optimiser step: the paper's ramp, but not below batch_start.
 
-    A multiple of the setting micro_batch, which state.micro_batch, the size in use, divides: the
-    ramp does not depend on what fitted in memory."""
+    Always a multiple of the setting micro_batch. The size in use, state.micro_batch, may be smaller
+    but divides it: the ramp is the same whatever fitted in memory."""
     if progress >= batch_ramp:
         return batch_size
     micro_batches = int(batch_size * progress / (batch_ramp * micro_batch)) + 1
@@ -218,9 +218,9 @@ class Clock:
     def progress(self):
         """Share of the run that is over, in [0, 1]: of max_steps, or of the time to train in.
 
-        Compiling uses up budget, but the schedule begins after it. Progress falls a little where
-        the last step, evaluation or save was faster than the one before, and where a run is resumed
-        from an older checkpoint or with more budget."""
+        Compiling uses up budget, but the schedule begins after it. Progress can fall: a little when
+        reserve() shrinks after a faster step, evaluation or save, and more on a resume from an
+        older checkpoint or with a larger budget."""
         if max_steps:
             return min(1.0, self.state.step / max_steps)
         setup = self.state.setup_seconds
@@ -283,7 +283,7 @@ def batch_at(run, first_row, n_predict):
     torch.manual_seed(int(batch_seed))  # a CPU heeds 32 bits of a seed
     rows = run.rows.fetch(first_row, run.state.micro_batch)
     # Padded to one of three shapes, so that torch compiles these and not twenty. The default is for
-    # a mask_count() of your own with a peak that padded_counts() has not met.
+    # a mask_count() of yours whose peak lies between the points that padded_counts() samples.
     n_positions = min((n for n in run.padded_counts if n >= n_predict), default=n_predict)
     return draw_masks(rows, n_positions, n_predict)
 
@@ -354,8 +354,8 @@ def train_step(run, progress):
             weight.grad = torch.zeros_like(weight)
     parallel.all_reduce([total_loss, *(weight.grad for weight in weights)])
 
-    # Undo the loss scale, and clip by the norm of the whole gradient, taken from the norms of rows:
-    # of a large tensor a CPU takes it on one core, and less exactly.
+    # Undo the loss scale, and clip by the norm of the whole gradient. It is computed from the norms
+    # of rows, since a CPU takes that of one large tensor on a single core, and less exactly.
     for o in run.optimizers:
         run.scaler.unscale_(o)
     row_norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
@@ -368,7 +368,7 @@ def train_step(run, progress):
         for o in run.optimizers:
             for group in o.param_groups:
                 group["lr"] = group["peak_lr"] * lr_share
-            o.step()  # not scaler.step(): it asks the device for what is known by now
+            o.step()  # not scaler.step(): it waits for the device to learn what is known here
         state.loss_sum += loss
         state.loss_count += 1
         state.consecutive_skips = 0
@@ -545,7 +545,7 @@ def set_up(run, log, held_out_rows, signals):
 
 
 def rehearse(run, held_out_rows):
-    """The passes of a step's micro-batches and of an evaluation, which compiles all their graphs.
+    """Take the passes of a step's micro-batches and of an evaluation: that compiles their graphs.
 
     No weight changes; compile_and_fit() clears the gradients."""
 
@@ -554,8 +554,8 @@ def rehearse(run, held_out_rows):
 
     *fewer, most = run.padded_counts
     forward_and_backward(most)
-    # A second pass finds gradients in memory, as those of a step do (fit.py has put by room for the
-    # optimisers' states). The seconds that it takes foretell those of the next step.
+    # A second pass finds gradients in memory, as those of a step do (fit.py has reserved room for
+    # the optimisers' states). The seconds that it takes foretell those of the next step.
     seconds, _ = machine.timed(run.device, forward_and_backward, most)
     n_rows = batch_rows(run.clock.progress())
     run.state.step_seconds = seconds * n_rows / run.state.micro_batch / parallel.WORLD
@@ -682,9 +682,9 @@ def evaluate_log_save(run, log):
 def rescue(run, log, error):
     """Save where an error has left the weights sound; where memory ran out, say what to type.
 
-    train.bin has changed, a rank is gone (SystemExit), or a disk fails to read (OSError): that is
-    saved. After fifty skipped steps save() refuses, and after any other error, a bug's, the
-    checkpoint before stands too."""
+    They are after a SystemExit (train.bin has changed, a rank is gone) and an OSError (a disk fails
+    to read). After fifty skipped steps save() refuses, and after any other error, probably a bug's,
+    nothing is saved: the checkpoint before stands."""
     log.close_bar()
     if safety.is_out_of_memory(error):
         sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")
@@ -730,10 +730,8 @@ def warn_of_a_rise(state, log):
     state.steps_above = state.steps_above + 1 if is_above else 0
     if state.steps_above == 100:
         lower = f"--lr={lr / 2:g} --muon_lr={muon_lr / 2:g}"
-        log.say(
-            "WARNING: the loss has been a nat above its best for 100 steps: if it stays there, stop "
-            f"the run and type --init=resume {lower}"
-        )
+        said = "WARNING: the loss has been a nat above its best for 100 steps"
+        log.say(f"{said}: if it stays there, stop the run and type --init=resume {lower}")
 
 
 def is_hopeless(number, number_before, loss):

@@ -151,6 +151,8 @@ def test_a_new_switch_of_the_model(fork, before):
     assert fork.python("-c", load.format("out")).strip() == "1.0"
     _, _, rows, _ = fork.train(init="resume")
     assert rows[-1]["step"] == "4"
+    with pytest.raises(AssertionError, match=r"--scale=1\.0"):  # it was trained with the default
+        fork.train(init="resume", max_steps=6, scale=3.0)
     _, _, scaled, _ = fork.train(scale=3.0, out_dir="other")
     assert fork.python("-c", load.format("other")).strip() == "3.0"
     assert scaled[-1]["val_loss_15"] != rows[-1]["val_loss_15"]

@@ -1,3 +1,4 @@
+import json
 import math
 from dataclasses import asdict, fields
 
@@ -158,6 +159,19 @@ def test_what_transformers_made_of_a_model_without_head_transform(tmp_path):
         theirs.save_pretrained(tmp_path / "classifier")
         with pytest.raises(ValueError, match="--baseline=hf:FOLDER"):
             load(tmp_path / "classifier")
+
+
+def test_a_folder_of_older_code_loads_and_a_switch_that_is_gone_is_named(tmp_path, capsys):
+    model = random_model()
+    save(model, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["nanocram"]["position"] = config["nanocram"].pop("position_embedding")
+    config["nanocram"]["tied"] = True
+    path.write_text(json.dumps(config))
+    ids, _ = batch()
+    assert torch.equal(load(tmp_path)(ids), model(ids))
+    assert "tied" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("n_labels", [1, 2, 3])

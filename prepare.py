@@ -267,7 +267,10 @@ def start_processes(n):
     """A pool of n processes. Nothing forks, so it is the same on every system."""
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(n, mp_context=spawn, initializer=begin_process)
-    # They inherit what is blocked: a Ctrl-C is for this process, and waits for it.
+    # A Ctrl-C is for this process, once they are there: they inherit that it is blocked, and here,
+    # where any thread may get it, it is noted.
+    noted = []
+    handler = signal.signal(signal.SIGINT, lambda *of: noted.append(of))
     can_block = hasattr(signal, "pthread_sigmask")  # Windows cannot
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_block else None
     try:
@@ -276,6 +279,10 @@ def start_processes(n):
     finally:
         if can_block:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+    if noted:
+        pool.shutdown()
+        raise KeyboardInterrupt
     return pool
 
 

@@ -43,11 +43,13 @@ data_dir = "data/fineweb"             # the folder to write
 source = "HuggingFaceFW/fineweb:sample-10BT"
 weights = ""                          # of the sources, as 3,1, until one ends; '' = read all to end
 text_column = "text"                  # where .jsonl, .parquet and Hub data sets keep the text
+documents = "paragraphs"              # of a .txt: paragraphs (a blank line ends one) | lines
 max_docs = 0                          # stop after reading this many documents; 0 = all
 max_tokens = 0                        # stop after this many tokens, before the filter; 0 = all
 max_rows = 0                          # stop once so many rows are kept, behind the filter; 0 = all
 # text to tokens
-normalisation = "ascii"               # ascii: lower case, no accents (paper) | plain: any script
+# ascii: lower case, no accents (paper) | plain: any script | none: as it is, line breaks too
+normalisation = "ascii"
 vocab_size = 32768                    # entries of the byte-level BPE vocabulary, 4 of them special
 vocab_sample_mb = 100                 # MB of text to train it on, from all sources and files
 # tokens to rows
@@ -75,10 +77,13 @@ BATCH = 1 << 18  # characters that a process tokenizes at a time
 WAITING = 8  # batches that wait for each process
 # Other:
 ALONE = 16  # batches before there are other processes, which take half a second to start
+LOOK = 1000  # documents of the vocabulary's sample that are looked at ...
+LOOKED_AT = 10000  # ... and characters of each
 FORECAST_AFTER = 10.0  # seconds of tokenizing
 AGAIN = "the same command goes on once it can be read, --accept_partial=True does without it"
 # The place in a source: in its files; of the file the part that was read; characters by weight.
 START = {"file": 0, "document": 0, "part": 0.0, "taken": 0.0, "ended": False}
+START |= {"blank": 0, "not_utf8": 0}  # and how many of its documents were so
 # What this script writes, and may delete in the folder of a run that was killed.
 OURS = ("tokenizer*.json", "meta.json", "sample-*.json", "*.tmp", *partial.FILES)
 # The counts of meta.json: what became of the documents, and what they add up to.
@@ -124,11 +129,19 @@ def shares(names):
     return {name: number / sum(numbers) for name, number in zip(names, numbers, strict=True)}
 
 
+def trimmed(text):
+    """A document without the white space around it: '' of one that has nothing else, or is None.
+
+    With normalisation "none" only the line breaks around it go, which are the file's."""
+    bare = (text or "").strip()
+    return text.strip("\r\n") if bare and normalisation == "none" else bare
+
+
 def up_to(limit, texts):
-    """The texts that are neither empty nor None, stripped, until they have limit characters."""
+    """The texts that are neither empty nor None, trimmed, until they have limit characters."""
     taken = 0
     for text in texts:
-        text = (text or "").strip()
+        text = trimmed(text)
         if text:
             yield text
         taken += len(text)
@@ -147,9 +160,13 @@ def read_documents(files, place, errors):
             for after in files[place["file"] + 1 : place["file"] + 2]:
                 sources.open_ahead(after)
             try:
-                for text, part in sources.read_texts(path, text_column, place["document"]):
+                begin = place["document"]
+                texts = sources.read_texts(path, text_column, begin, documents == "lines")
+                for text, part in texts:
+                    text = trimmed(text)
                     place.update(document=place["document"] + 1, part=part)
-                    text = (text or "").strip()
+                    place["blank"] += not text
+                    place["not_utf8"] += "\ufffd" in text
                     if text:
                         yield text
             except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
@@ -323,7 +340,7 @@ def filter_threshold():
     """Tokens for each character from which on a document is dropped; 0 where none is."""
     if filter_ratio >= 0:
         return filter_ratio
-    if vocab_size < ENTRIES[0]:
+    if vocab_size < ENTRIES[0] or normalisation not in LIKE_ALBERT:
         return 0.0
     return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
@@ -418,8 +435,9 @@ def sample_of(path, number, limit, folder):
     if kept.exists():
         return json.loads(kept.read_text())
     texts = []
+    found = sources.read_texts(path, text_column, 0, documents == "lines")
     try:
-        for text in up_to(limit, (text for text, _ in sources.read_texts(path, text_column))):
+        for text in up_to(limit, (text for text, _ in found)):
             texts.append(text)
     except Exception as e:  # whatever the readers raise
         if not accept_partial or isinstance(e, sources.Silence):  # nor would the other files come
@@ -450,7 +468,44 @@ def make_vocabulary(files, share, folder):
             sys.exit(f"no text in {name}: give other text")
         texts += some
     to_train_on = [text for text in texts if not may_be_held_out(text_hash(text))]
+    some = texts[:: max(1, len(texts) // LOOK)]
+    check_normalisation(some)
     train_tokenizer(to_train_on, vocab_size, normalisation, folder)
+    check_filter(some, Tokenizer(folder / "tokenizer.json"))
+
+
+def check_normalisation(texts):
+    """Warn where it takes more than a hundredth of some texts, exit where it takes most."""
+    if normalisation != "ascii":
+        return
+    # Letters outside ASCII lose their accents, or go; other signs have stand-ins.
+    text = "".join(text[:LOOKED_AT] for text in texts)
+    lost = sum(char.isalpha() for char in text if char > "\x7f") / len(text)
+    said = f"the normalisation strips or drops {lost:.1%} of the characters"
+    if lost > 0.5:
+        sys.exit(f"{said}: type --normalisation=plain")
+    if lost > 0.01:
+        print(f"WARNING: {said}: --normalisation=plain keeps them")
+
+
+def check_filter(texts, tokenizer):
+    """Say how long some texts are; exit where the filter would drop most, unless it was set."""
+    ratios, lengths = [], []
+    for text in texts:
+        begin = text[:LOOKED_AT]
+        n_tokens = len(tokenizer.encode(begin))
+        ratios.append(n_tokens / max(1, len(normalise(begin, normalisation))))
+        lengths.append(n_tokens * len(text) / len(begin))
+    long = np.mean(np.array(lengths) > seq_len - 2)
+    of_each = f"{np.median(lengths):,.0f} tokens each, the median; {long:.0%} fill more than a row"
+    print(f"a look at {len(texts):,} documents: {of_each}")
+    threshold = filter_threshold()
+    dropped = np.mean(np.array(ratios) >= threshold) if threshold else 0.0
+    said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
+    if dropped > 0.5 and filter_ratio < 0:
+        sys.exit(f"{said}: type --filter_ratio=0")
+    if dropped > 0.05:
+        print(f"WARNING: {said}: --filter_ratio=0 turns it off")
 
 
 def begin_folder(goal, wanted):
@@ -665,6 +720,23 @@ def read_all(files, share, so_far):
         sys.exit(f"{path} could not be read to its end: {AGAIN}")
 
 
+def good_for(tokens):
+    """What ten passes through so many tokens train, and for how long: lines of advice.
+
+    Two CPU cores see 19,477 tokens a second with config/tiny.py and 7,900 with small.py (measured,
+    README.md); config/domain.py takes 78 MFLOP a token, of an RTX 3090's 28 TFLOP/s."""
+    seen = 10 * tokens
+    recipe, speed = ("tiny", 19477) if tokens < 5e6 else ("small", 7900)
+    hours = f"--budget_hours={max(0.05, seen / speed / 3600):.2g}"
+    lines = [f"two CPU cores: train.py config/{recipe}.py {hours}"]
+    if tokens > 5e8:
+        lines.append("a GPU: train.py --budget_hours=24, the default size")
+    elif tokens > 1e7:
+        hours = f"--budget_hours={max(0.1, seen * 78e6 / 28e12 / 3600):.2g}"
+        lines.append(f"a GPU (by arithmetic): train.py config/domain.py {hours}, sizes in the file")
+    return lines
+
+
 def print_summary(count, journal, goal, seconds):
     """What was read, what was kept and why not, what came out."""
     reasons = ("filtered", "duplicates", "empty", "held_out_copies")
@@ -672,12 +744,21 @@ def print_summary(count, journal, goal, seconds):
     length = count["characters"] / count["tokens"]
     print(f"documents   {count['read']} read, {count['held_out']} held out, {count['kept']} kept")
     print(f"dropped     {dropped}")
+    blank = sum(place["blank"] for place in journal["places"].values())
+    if blank and documents == "lines":
+        print(f"            and {blank} blank lines")
+    not_utf8 = sum(place["not_utf8"] for place in journal["places"].values())
+    if not_utf8:
+        into = "each wrong byte is U+FFFD now: iconv -t UTF-8 mends them"
+        print(f"WARNING: {not_utf8} documents were not all UTF-8: {into}")
     if len(count["sources"]) > 1:
         for name, part in count["sources"].items():
             size = f"{part['tokens']:,} tokens and {part['val_tokens']:,} held out"
             print(f"from        {name}: {part['read']} read, {part['kept']} kept, {size}")
     print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
+    for line in good_for(count["rows"] * seq_len):
+        print(f"ten passes  {line}")
     print(f"written     {goal} in {seconds:.1f} s")
     if count["kept_share"] < 0.8:
         meant = "the filter is meant for English prose"
@@ -699,14 +780,16 @@ def main():
     require(globals(), {
         "vocab_size": (260, 65536), "vocab_sample_mb": (1, 4000), "seq_len": (8, 65536),
         "filter_ratio": (-1, 10), "val_share": (1e-9, 0.5), "val_tokens": (seq_len, 10**8),
-        "threads": (0, 4096), "normalisation": ("ascii", "plain"),
+        "threads": (0, 4096), "normalisation": ("ascii", "plain", "none"),
+        "documents": ("paragraphs", "lines"),
         "order": ("shuffle", "curriculum"),
     })
     # fmt: on
     found = find_sources()
     share = shares(found)
     if filter_ratio < 0 and not filter_threshold():
-        print("note: below 4,096 entries the paper's filter has no known threshold: all is kept")
+        where = "below 4,096 entries" if normalisation in LIKE_ALBERT else "with no normalisation"
+        print(f"note: {where} the paper's filter has no known threshold: all is kept")
     if filter_ratio < 0 and vocab_size > ENTRIES[-1]:
         print("note: the filter has the threshold of 32,768 entries: --filter_ratio sets another")
     if "fineweb-edu" in source.lower():

@@ -267,8 +267,10 @@ def open_bytes(path):
 # The texts of a file
 
 
-def read_texts(path, column, start=0):
-    """(text or None, share of the file that was read) of its documents from number start on."""
+def read_texts(path, column, start=0, by_line=False):
+    """(text or None, share of the file that was read) of its documents from number start on.
+
+    Those of a text file end at blank lines or, by_line, with each line."""
     kind = file_kind(path)
     if kind == "parquet" and not path.startswith(HUB):
         yield from parquet_texts(path, column, start)
@@ -278,8 +280,12 @@ def read_texts(path, column, start=0):
         if kind == "parquet":
             yield from parquet_texts(file, column, start)
             return
-        texts = json_texts if kind == "json" else text_documents
-        for text in itertools.islice(texts(unpacked(path, file), column), start, None):
+        content = unpacked(path, file)
+        if kind == "json":
+            texts = json_texts(content, column)
+        else:
+            texts = split_documents(as_text(content), by_line)
+        for text in itertools.islice(texts, start, None):
             yield text, file.tell() / max(1, size)
 
 
@@ -295,24 +301,26 @@ def unpacked(path, file):
     return file
 
 
-def text_documents(file, column):
-    """The documents of an open text file, which has no columns."""
-    return split_documents(io.TextIOWrapper(file, encoding="utf-8", errors="replace"))
+def as_text(file):
+    """An open file as text, whatever its line ends; what is no UTF-8 becomes U+FFFD."""
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
 
 
-def split_documents(file):
+def split_documents(file, by_line=False):
     """The documents of an open text file.
 
-    One ends at a blank line, or with the line by which it has MAX_DOCUMENT characters. Of a longer
-    line, which may be the whole file, no more than that is taken at a time."""
+    One ends at a blank line or, by_line, at any, or with the line by which it has MAX_DOCUMENT
+    characters. Of a longer line, which may be the whole file, no more than that is taken at a
+    time."""
     document, size = [], 0
     for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
         document.append(line)
         size += len(line)
-        if not line.strip() or size >= MAX_DOCUMENT:
+        if by_line or not line.strip() or size >= MAX_DOCUMENT:
             yield "".join(document)
             document, size = [], 0
-    yield "".join(document)
+    if document:
+        yield "".join(document)
 
 
 def json_texts(file, column):

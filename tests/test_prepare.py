@@ -306,7 +306,7 @@ def test_it_goes_on_once_a_file_can_be_read(
     prepare(tmp_path / "whole", f"{tmp_path}/a.txt,{path}")
     read_texts, is_broken = module.sources.read_texts, True
 
-    def read(name, column, start=0):
+    def read(name, column, start=0, by_line=False):
         found = read_texts(name, column, start)
         for number, pair in enumerate(found, start):
             if is_broken and name == str(path) and number == 13 and made.exists():
@@ -685,3 +685,75 @@ def test_a_process_ends_in_one_line(folder_of_slips, values, message):
     assert done.returncode == 1
     assert message in last_line(done)
     assert "Traceback" not in done.stdout
+
+
+def lines_of(corpus):
+    return [line for line in corpus.read_text().splitlines() if line.strip()]
+
+
+def stream_of(folder, name="train.bin", T=128):
+    """The tokens of a set's rows, one behind the other, [CLS] left out."""
+    return rows_of(folder, name, T)[:, 1:].flatten().tolist()
+
+
+def test_each_line_is_a_document(tmp_path, corpus, prepare, capsys):
+    """As the same lines in a .jsonl, whatever the line ends; blank lines are counted."""
+    lines = lines_of(corpus)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
+    (tmp_path / "unix.txt").write_bytes("\n\n".join(lines).encode())
+    (tmp_path / "windows.txt").write_bytes("\r\n".join(lines).encode() + b"\r\n")
+    wanted = prepare(tmp_path / "wanted", tmp_path / "a.jsonl")["counts"]
+    assert wanted["read"] == len(lines)
+    capsys.readouterr()
+    for name, blank in (("unix", len(lines) - 1), ("windows", 0)):
+        counts = prepare(tmp_path / name, tmp_path / f"{name}.txt", documents="lines")["counts"]
+        assert same(tmp_path / name, tmp_path / "wanted")
+        assert counts["read"] == len(lines)
+        assert (f"{blank} blank lines" in capsys.readouterr().out) == (blank > 0)
+
+
+def test_text_as_it_is_keeps_every_byte(tmp_path, prepare, monkeypatch):
+    """What transformers and the bytes of the rows say; spaces, tabs, line breaks, case, accents."""
+    texts = [f"Straße {i}:\n\tx  =  [{i}] ;\n\n\n    ende\u2028 \t" for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    put(monkeypatch, module, order="shuffle")
+    settings = {"normalisation": "none", "vocab_size": 300, "seq_len": 8, "val_tokens": 10**6}
+    out = tmp_path / "out"
+    prepare(out, tmp_path / "a.jsonl", **settings)
+    tokenizer, ours = AutoTokenizer.from_pretrained(out), Tokenizer(out / "tokenizer.json")
+    for text in texts[:20]:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ours.encode(text).tolist() == ids and ours.decode(ids) == text
+    counts = json.loads((out / "meta.json").read_text())["counts"]
+    assert counts["characters"] + counts["val_characters"] == sum(map(len, texts))
+
+
+def test_a_look_before_the_work(tmp_path, corpus, prepare, capsys):
+    """Text that the defaults would spoil ends before it is read, and by what to type."""
+    german = "Die {} größten Vögel über den Dächern; schöne Grüße aus Köln an Jürgen, Käthe.\n\n"
+    (tmp_path / "german.txt").write_text("".join(german.format(i) for i in range(400)))
+    prepare(tmp_path / "german", tmp_path / "german.txt", vocab_size=280)
+    assert "--normalisation=plain" in capsys.readouterr().out
+    prepare(tmp_path / "plain", tmp_path / "german.txt", vocab_size=280, normalisation="plain")
+    prepare(tmp_path / "english", corpus)
+    assert "WARNING" not in capsys.readouterr().out
+    (tmp_path / "greek.txt").write_text("ο ταχύς σκύλος πηδά a\n\n" * 400)
+    with pytest.raises(SystemExit, match="type --normalisation=plain"):
+        prepare(tmp_path / "greek", tmp_path / "greek.txt", vocab_size=262)
+    assert not (tmp_path / "greek").exists()
+
+
+def test_a_filter_that_would_drop_most_ends_before_the_work(tmp_path, monkeypatch):
+    put(monkeypatch, module, vocab_size=4096, filter_ratio=-1.0)
+    tokenizer = SimpleNamespace(encode=lambda text: [5] * len(text))
+    with pytest.raises(SystemExit, match="type --filter_ratio=0"):
+        module.check_filter(["2026-11-23 19:22:13 0x7ffe 172.16.0.1"] * 9, tokenizer)
+    put(monkeypatch, module, filter_ratio=0.3)  # who has set it has meant it
+    module.check_filter(["2026-11-23 19:22:13 0x7ffe 172.16.0.1"] * 9, tokenizer)
+
+
+def test_bytes_of_another_encoding_are_counted(tmp_path, corpus, prepare, capsys):
+    content = corpus.read_bytes() + "\n\ngrüße\n\n".encode("latin-1") + "ende ß".encode()
+    (tmp_path / "mixed.txt").write_bytes(content)
+    prepare(tmp_path / "out", tmp_path / "mixed.txt", normalisation="plain")
+    assert "WARNING: 1 documents were not all UTF-8" in capsys.readouterr().out

@@ -173,7 +173,11 @@ STSB = "sentence1\tsentence2\tscore\na\tb\t"
         ("cola", "gj04\t1\t\tA sentence.\ngj04\t3\t\tAnother.", "line 2"),
         ("rte", b"\xff\xfe", "RTE/dev.tsv"),
         ("rte", "x" * 200_000, "RTE/dev.tsv"),
-        ("sst2", gzip.compress(b"sentence\tlabel\n" + b"a\t1\n" * 5000, mtime=0)[:40], "dev.tsv.gz"),
+        (
+            "sst2",
+            gzip.compress(b"sentence\tlabel\n" + b"a\t1\n" * 5000, mtime=0)[:40],
+            "dev.tsv.gz",
+        ),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path, task, content, named):

@@ -87,9 +87,9 @@ def position_angles(length, width):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (arXiv 2104.09864) of x (B, H, T, D), in the rotate-half layout.
+    """Rotary position embedding (arXiv 2104.09864) of x (B, T, H, D), in the rotate-half layout.
 
-    cos and sin: (T, D), or (B, 1, T, D) where each row has positions of its own."""
+    cos and sin: (T, 1, D), or (B, T, 1, D) where each row has positions of its own."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
@@ -155,25 +155,26 @@ class Attention(nn.Module):
         self.Wo = nn.Linear(C, C, bias=bias)
 
     def heads(self, x):
-        """(B, T, C) -> (B, H, T, D)."""
-        B, T, C = x.shape
-        return x.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        """(B, T, C) -> (B, T, H, D)."""
+        return x.unflatten(-1, (self.n_head, -1))
 
     def forward(self, x, context, rope, attn_bias, positions):
         """Vectors x (B, K, C), from positions (B, K) of a row, attend to context (B, T, C).
 
-        positions None: x is at all T positions. rope: cos and sin (T, D) in the dtype of queries,
-        or None. attn_bias (B, 1, 1, T), added to the scores: 0, or −inf at padding; or None."""
-        q = self.heads(self.Wq(x))  # (B, H, K, D)
-        k = self.heads(self.Wk(context))  # (B, H, T, D)
+        positions None: x is at all T positions. rope: cos and sin (T, 1, D) in the dtype of
+        queries, or None. attn_bias (B, 1, 1, T), added to the scores: 0, or −inf at padding; or
+        None."""
+        q = self.heads(self.Wq(x))  # (B, K, H, D)
+        k = self.heads(self.Wk(context))  # (B, T, H, D)
         v = self.heads(self.Wv(context))
         if rope is not None:
             cos, sin = rope
             k = rotate(k, cos, sin)
             if positions is not None:
-                positions = positions[:, None]  # (B, 1, K): the same for every head
-                cos, sin = cos[positions], sin[positions]  # (B, 1, K, D)
+                cos, sin = cos[positions], sin[positions]  # (B, K, 1, D): the same for every head
             q = rotate(q, cos, sin)
+        # Heads come before tokens only now: rotated after it, queries and keys were copied twice.
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
         # On a CPU attention takes half the time in float32, forward and backward (AVX512-BF16);
         # autocast would take it back to bfloat16.
         if q.is_cpu:
@@ -274,7 +275,8 @@ class Encoder(nn.Module):
         rope = None
         if self.rope:
             T = ids.shape[1]
-            rope = self.rope_cos[:T].to(query_dtype), self.rope_sin[:T].to(query_dtype)
+            tables = self.rope_cos[:T, None], self.rope_sin[:T, None]  # (T, 1, D)
+            rope = tuple(table.to(query_dtype) for table in tables)
         attn_bias = None
         if attention_mask is not None:
             attn_bias = padding_bias(attention_mask, score_dtype)

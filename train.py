@@ -312,9 +312,12 @@ def build_optimizers(named):
     options = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "fused": fused}
     optimizers = [kinds[optimizer](groups, **options)]
     if matrices:
-        # bfloat16 suffices; where it is not native, float32 is many times faster.
-        in_bf16 = dtype in ("auto", "bfloat16") and machine.native_bf16(where)
-        products = torch.bfloat16 if in_bf16 else torch.float32
+        # bfloat16 suffices, and on GPUs without it float16; on CPUs without it, float32 is fastest.
+        products = torch.float32
+        if dtype in ("auto", "bfloat16") and machine.native_bf16(where):
+            products = torch.bfloat16
+        elif dtype != "float32" and where == "cuda":
+            products = torch.float16
         optimizers.append(Muon(matrices, muon_lr, muon_weight_decay, dtype=products))
     for o in optimizers:
         for group in o.param_groups:

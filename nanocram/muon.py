@@ -59,6 +59,9 @@ class Muon(torch.optim.Optimizer):
                 buffers = [self.state[p]["momentum_buffer"] for p in matrices]
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov's
+                if self.dtype == torch.float16:  # the square of a small gradient would be 0 in it
+                    norms = [u.norm().clamp(min=EPS) for u in updates]
+                    torch._foreach_div_(updates, norms)
                 updates = orthogonalise(torch.stack([u.to(self.dtype) for u in updates]))
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(matrices, updates.float().unbind(), alpha=-size)

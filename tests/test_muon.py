@@ -72,6 +72,15 @@ def test_singular_values_come_close_to_one():
         assert y.shape == x.shape and values.max() < 1.3 and values[: 64 * 3 // 4].min() > 0.6
 
 
+def quintic(matrix):
+    """U f(S) Vᵀ in float64: what orthogonalise() is in exact numbers."""
+    U, s, Vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    return U @ torch.diag(s) @ Vt
+
+
 @pytest.mark.parametrize("shape", [(48, 16), (16, 48)])
 def test_float32_follows_the_formula(shape):
     """One step without momentum against the quintic of the singular values in float64."""
@@ -79,10 +88,18 @@ def test_float32_follows_the_formula(shape):
     before = weight.detach().double()
     weight.grad = random_like(weight, 4)
     Muon([weight], lr=0.1, momentum=0.0, dtype=torch.float32).step()
-    U, s, Vt = torch.linalg.svd(weight.grad.double(), full_matrices=False)
-    s = s / s.norm()
-    for _ in range(5):
-        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
     size = 0.1 * max(1, shape[0] / shape[1]) ** 0.5
-    wanted = before - size * (U @ torch.diag(s) @ Vt)
+    wanted = before - size * quintic(weight.grad)
     assert torch.allclose(weight.double(), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(192, 64), (96, 96)])
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_float16_follows_the_formula_at_any_size_of_the_gradient(shape, size):
+    """Beside the quintic of the singular values in float64, as in the test above."""
+    (weight,) = matrices([shape], 5)
+    before = weight.detach().double()
+    weight.grad = size * random_like(weight, 6)
+    Muon([weight], lr=0.1, momentum=0.0, dtype=torch.float16).step()
+    step = 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * quintic(weight.grad)
+    assert (before - weight.double() - step).norm() < 5e-3 * step.norm()

@@ -192,8 +192,13 @@ def print_dearest(run):
         # The kernels: the operators that started them carry the same time once more.
         on_gpu = torch.autograd.DeviceType.CUDA
         kernels = [e for e in events if e.device_type == on_gpu and not e.is_user_annotation]
-        events = type(events)(kernels)
-        order = "self_device_time_total"
+        if kernels:
+            events = type(events)(kernels)
+            order = "self_device_time_total"
+        else:  # containers and shared machines often deny CUPTI, which counts them
+            print(
+                "no kernel was seen, profiling the GPU may be denied here: the host's times follow"
+            )
     print(events.table(sort_by=order, row_limit=10, max_name_column_width=50))
     print(f"the trace is in {trace}")
 
@@ -254,11 +259,12 @@ def warm_up(rival, batch, dev):
     seconds = {}
     for mode, loss_fn in loss_fns.items():
         rival.loss_fn = loss_fn
+        print(f"first steps  {rival.name}, {mode}", flush=True)  # compiling takes minutes
         try:
             times = [machine.timed(dev, rival.step, batch)[0] for _ in range(4)]
             seconds[mode] = statistics.median(times[1:])  # not the first: it compiles
         except Exception as error:  # out of memory, or whatever inductor raises
-            print(f"\n{rival.name}, {mode}, does not run: {safety.first_line(error, 100)}")
+            print(f"             does not run: {safety.first_line(error, 100)}")
     if seconds:
         rival.mode = min(seconds, key=seconds.get)
         rival.loss_fn = loss_fns[rival.mode]

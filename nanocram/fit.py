@@ -26,7 +26,7 @@ def compile_and_fit(run, rehearse, must_compile, signals):
     why = ""  # it does not compile
     torch.compiler.reset()  # an earlier run of this process counts against torch's limit of graphs
     parallel.any_rank(False)  # a rank that has ended is noticed here; NCCL would wait for it
-    parallel.all_reduce([torch.zeros((), device=run.device)])  # from now on NCCL has its memory too
+    parallel.meet(run.device)
     while True:
         run.loss_fn = eager
         if run.compiled and run.streamed:

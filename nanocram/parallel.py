@@ -41,6 +41,22 @@ def join(device):
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
 
 
+def meet(dev):
+    """Take a first sum of tensors on dev: NCCL has its memory from now on, and is seen to work."""
+    if WORLD == 1:
+        return
+    first = torch.zeros((), device=dev)
+    try:
+        dist.all_reduce(first)
+        first.item()  # waits: NCCL tells of some failures only then
+    except RuntimeError as e:
+        if is_out_of_memory(e):
+            raise
+        reason = " ".join(str(e).split())[:600]
+        more = "NCCL_DEBUG=INFO in front of torchrun tells more"
+        sys.exit(f"rank {RANK} cannot add up with the others on {dev}: {more}: {reason}")
+
+
 def leave():
     """End what join() began."""
     # All wait for rank 0, which is still saving: gloo aborts a process that leaves before others.

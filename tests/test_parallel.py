@@ -145,6 +145,25 @@ def test_a_stopped_and_a_dead_rank_and_other_numbers_of_ranks(
     assert_equal_runs(tmp_path / "undisturbed", out, 1e-3)
 
 
+def test_nccl_that_fails_at_its_start_is_told_from_a_rank_that_is_gone(monkeypatch):
+    """In torch's words for a driver that NCCL cannot use; a lack of memory goes on to who halves."""
+
+    def fail(text):
+        def all_reduce(tensor):
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(parallel.dist, "all_reduce", all_reduce)
+
+    monkeypatch.setattr(parallel, "WORLD", 2)
+    fail("NCCL error in: ProcessGroupNCCL.cpp:94\nunhandled cuda error, NCCL version 2.29.7")
+    with pytest.raises(SystemExit, match="rank 0 cannot .* on cpu: NCCL_DEBUG.* unhandled") as e:
+        parallel.meet(torch.device("cpu"))
+    assert "\n" not in str(e.value)
+    fail("CUDA error: out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        parallel.meet(torch.device("cpu"))
+
+
 def test_what_ranks_agree_on_and_no_thread_of_gloo_outlives_them(tmp_path):
     """The clock is rank 0's, a wish to stop anybody's. A thread that still runs when Python ends
     may abort the process: seen once, after a run that was complete."""

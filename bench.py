@@ -196,9 +196,7 @@ def print_dearest(run):
             events = type(events)(kernels)
             order = "self_device_time_total"
         else:  # containers and shared machines often deny CUPTI, which counts them
-            print(
-                "no kernel was seen, profiling the GPU may be denied here: the host's times follow"
-            )
+            print("no kernel was seen, profiling may be denied here: the host's times follow")
     print(events.table(sort_by=order, row_limit=10, max_name_column_width=50))
     print(f"the trace is in {trace}")
 

@@ -146,7 +146,7 @@ def test_a_stopped_and_a_dead_rank_and_other_numbers_of_ranks(
 
 
 def test_nccl_that_fails_at_its_start_is_told_from_a_rank_that_is_gone(monkeypatch):
-    """In torch's words for a driver that NCCL cannot use; a lack of memory goes on to who halves."""
+    """In torch's words; a lack of memory goes on to those who halve the micro-batch."""
 
     def fail(text):
         def all_reduce(tensor):
@@ -156,7 +156,7 @@ def test_nccl_that_fails_at_its_start_is_told_from_a_rank_that_is_gone(monkeypat
 
     monkeypatch.setattr(parallel, "WORLD", 2)
     fail("NCCL error in: ProcessGroupNCCL.cpp:94\nunhandled cuda error, NCCL version 2.29.7")
-    with pytest.raises(SystemExit, match="rank 0 cannot .* on cpu: NCCL_DEBUG.* unhandled") as e:
+    with pytest.raises(SystemExit, match=r"rank 0 cannot .* on cpu: NCCL_DEBUG.* unhandled") as e:
         parallel.meet(torch.device("cpu"))
     assert "\n" not in str(e.value)
     fail("CUDA error: out of memory")

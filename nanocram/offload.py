@@ -48,12 +48,14 @@ def plan_memory(config, dev, amp_dtype, *, rows, seq_len, n_predicted):
         missing = f"{(on_host - free_host) / 1e9:.3g} GB more than are free"
         sys.exit(f"{words}, {missing}: type a smaller --n_layer or --n_embd")
 
-    # Bytes of a token: its input to every block, and all that one keeps; its logits if predicted.
+    # Bytes of a token: its input to every block; beside these, in turns, all that one block keeps,
+    # and the logits of predicted tokens.
     C = config.n_embd
     width = amp_dtype.itemsize
-    token = 4 * C * config.n_layer + 4 * C + width * (9 * C + 4 * config.n_inner)
+    inputs = 4 * C * config.n_layer + 4 * C
+    block = width * (9 * C + 4 * config.n_inner)
     logits = (8 + width) * config.vocab_size
-    batch = rows * (seq_len * token + n_predicted * logits)
+    batch = rows * (seq_len * inputs + max(seq_len * block, n_predicted * logits))
     # Outside of the blocks: weights, sums, the table's two gradients before they are one. Of the
     # blocks: two slots, two sums, gradients on their way to these, weights as autocast has them.
     least = 4 * outside + 6 * max(blocks) + batch

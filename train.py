@@ -391,14 +391,21 @@ def loop(run, log, signals):
     """Step after step; returns whether the run is over, and not only stopped by a signal."""
     state, clock = run.state, run.clock
     while True:
-        # What is due now: rank 0 evaluates, logs and saves, the others wait for it below.
+        # What is due now: rank 0 evaluates and logs, the others wait for it below.
+        saving = False
         if parallel.RANK == 0 and not signals.stop and clock.progress() < 1:
-            evaluate_log_save(run, log)
+            evaluate_and_log(run, log)
+            saving = save_is_due(run)
 
         # Where the run is, by rank 0's clock for all; a signal to any rank ends them all.
-        progress, stop = parallel.agree(clock.progress(), signals.stop)
-        if stop or progress >= 1:
-            return progress >= 1
+        progress, stop, saving = parallel.agree(clock.progress(), signals.stop, saving)
+        is_over = progress >= 1
+        if saving or stop or is_over:
+            parallel.check_equal(dict(run.model.named_parameters()))
+        if stop or is_over:
+            return is_over
+        if saving and parallel.RANK == 0:
+            save(run, log)
 
         started = time.monotonic()
         train_step(run, progress)
@@ -658,8 +665,8 @@ def evaluation_is_due(run, number):
     )
 
 
-def evaluate_log_save(run, log):
-    """Evaluate or log, then save, whatever is due before the next step."""
+def evaluate_and_log(run, log):
+    """Evaluate or log, if that is due before the next step."""
     state = run.state
     number = int(run.clock.progress() * evals)
     if evaluation_is_due(run, number):
@@ -675,21 +682,20 @@ def evaluate_log_save(run, log):
             log.guess(sentences()[number % len(sentences())])
     elif state.step % log_every == 0 and state.step > state.logged:
         log_row(run, log)
-    if save_is_due(run):
-        save(run, log)
 
 
 def rescue(run, log, error):
     """Save where an error has left the weights sound; where memory ran out, say what to type.
 
     They are after a SystemExit (train.bin has changed, a rank is gone) and an OSError (a disk fails
-    to read). After fifty skipped steps save() refuses, and after any other error, probably a bug's,
-    nothing is saved: the checkpoint before stands."""
+    to read). Where ranks differ, after fifty skipped steps, where save() refuses, and after any
+    other error, probably a bug's, nothing is saved: the checkpoint before stands."""
     log.close_bar()
     if safety.is_out_of_memory(error):
         sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")
     is_set_up = run.held_out_sets is not None
-    if parallel.RANK == 0 and is_set_up and isinstance(error, SystemExit | OSError):
+    is_sound = isinstance(error, SystemExit | OSError) and not isinstance(error, parallel.Apart)
+    if parallel.RANK == 0 and is_set_up and is_sound:
         save(run, log)
 
 

@@ -11,6 +11,8 @@ from collections import defaultdict
 
 import torch
 
+from nanocram import parallel
+
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic that takes singular values to about 1
 NS_STEPS = 5  # Newton-Schulz iterations
 EPS = 1e-7
@@ -59,6 +61,9 @@ class Muon(torch.optim.Optimizer):
                 buffers = [self.state[p]["momentum_buffer"] for p in matrices]
                 torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
                 updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov's
-                updates = orthogonalise(torch.stack([u.to(self.dtype) for u in updates]))
+                # Several ranks each take a part of the products. All keep all of the momentum, for
+                # a checkpoint to be the same whatever their number.
+                updates = torch.stack([u.to(self.dtype) for u in updates])
+                updates = parallel.share(orthogonalise, updates)
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(matrices, updates.float().unbind(), alpha=-size)

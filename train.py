@@ -233,7 +233,8 @@ class Run:
     """What main() has built, for the functions below."""
 
     model: MaskedLM
-    loss_fn: Callable  # (ids, positions, labels) -> nats, summed over the labels
+    loss_fn: Callable  # (ids, positions, labels) -> nats, summed over the labels ...
+    eager_loss_fn: Callable  # ... and what it was before it was compiled
     optimizers: list
     scaler: torch.amp.GradScaler
     rows: Rows  # the training data, as it comes to the device
@@ -339,13 +340,14 @@ def train_step(run, progress):
     # in .grad, so each loss is divided by what the whole step predicts.
     total_loss = torch.zeros((), device=run.device)
     starts = range(state.row, state.row + n_rows, state.micro_batch)
-    for row in starts[parallel.RANK :: parallel.WORLD]:
-        ids, positions, labels = batch_at(run, row, n_predict)
-        loss = run.loss_fn(ids, positions, labels) / (n_rows * n_predict)
-        run.scaler.scale(loss).backward()
-        total_loss += loss.detach()
-        # A GPU is still busy with this micro-batch while the next is read and queued.
-        run.rows.prefetch(row + parallel.WORLD * state.micro_batch, state.micro_batch)
+    with fit.together():  # where memory runs out, all ranks leave the step here
+        for row in starts[parallel.RANK :: parallel.WORLD]:
+            ids, positions, labels = batch_at(run, row, n_predict)
+            loss = run.loss_fn(ids, positions, labels) / (n_rows * n_predict)
+            run.scaler.scale(loss).backward()
+            total_loss += loss.detach()
+            # A GPU is still busy with this micro-batch while the next is read and queued.
+            run.rows.prefetch(row + parallel.WORLD * state.micro_batch, state.micro_batch)
 
     # Loss and gradients are summed over ranks. Nothing else is: all began with equal weights, and
     # from equal gradients each makes the same step.
@@ -390,21 +392,30 @@ def train_step(run, progress):
         state.last["muon_lr"] = muon_lr * lr_share
 
 
-def loop(run, log, signals):
+def loop(run, log, held_out_rows, signals):
     """Step after step; returns whether the run is over, and not only stopped by a signal."""
     state, clock = run.state, run.clock
     while True:
-        # What is due now: rank 0 evaluates, logs and saves, the others wait for it below.
+        # What is due now: rank 0 evaluates and logs, the others wait for it below.
+        saving = False
         if parallel.RANK == 0 and not signals.stop and clock.progress() < 1:
-            evaluate_log_save(run, log)
+            evaluate_and_log(run, log)
+            saving = save_is_due(run)
 
         # Where the run is, by rank 0's clock for all; a signal to any rank ends them all.
-        progress, stop = parallel.agree(clock.progress(), signals.stop)
-        if stop or progress >= 1:
-            return progress >= 1
+        progress, stop, saving = parallel.agree(clock.progress(), signals.stop, saving)
+        is_over = progress >= 1
+        if saving or stop or is_over:
+            parallel.check_equal(dict(run.model.named_parameters()))
+        if stop or is_over:
+            return is_over
+        if saving and parallel.RANK == 0:
+            save(run, log)
 
         started = time.monotonic()
-        train_step(run, progress)
+        if not fit.has_room(train_step, run, progress):
+            shrink(run, log, held_out_rows, signals)
+            continue
         state.step_seconds = time.monotonic() - started
         clock.spent["training"] += state.step_seconds
         log.after_step(progress, rows_at=batch_rows)
@@ -443,7 +454,7 @@ def main():
         run.clock = Clock(run.state)
         try:
             set_up(run, log, held_out_rows, signals)
-            is_over = loop(run, log, signals)
+            is_over = loop(run, log, held_out_rows, signals)
         except (SystemExit, OSError, MemoryError, RuntimeError) as error:
             rescue(run, log, error)
             raise
@@ -491,6 +502,7 @@ def build(config, meta, rows, dev, amp_dtype):
     return Run(
         model=model,
         loss_fn=loss_fn,
+        eager_loss_fn=loss_fn,
         optimizers=optimizers,
         scaler=scaler,
         rows=rows,
@@ -529,8 +541,9 @@ def choose_micro_batch(state):
 def set_up(run, log, held_out_rows, signals):
     """Compile the step and find a micro-batch that fits in memory; make the held-out batches.
 
-    A signal ends it early, and the loop before its first step."""
+    A signal ends it early, and the loop before its next step."""
     state, clock = run.state, run.clock
+    started = time.monotonic()
     asked = settings_in_use(run)
     rehearsal = partial(rehearse, run, held_out_rows)
     fit.compile_and_fit(run, rehearsal, must_compile=is_long(), signals=signals)
@@ -541,10 +554,29 @@ def set_up(run, log, held_out_rows, signals):
     if micro_batches % parallel.WORLD:
         ranks = f"{parallel.WORLD} ranks, {micro_batches} micro-batches"
         log.say(f"{ranks}: some idle, lower --micro_batch")
-    clock.spent["setting up"] = time.monotonic() - clock.begun
-    state.setup_seconds += clock.spent["setting up"]
+    seconds = time.monotonic() - started
+    clock.spent["setting up"] += seconds
+    state.setup_seconds += seconds
     # Where a larger budget has taken progress back, evaluations become due again.
     state.evals_done = min(state.evals_done, int(clock.progress() * evals))
+
+
+def shrink(run, log, held_out_rows, signals):
+    """Where memory ran out in mid-run: save, and begin the step anew in smaller micro-batches.
+
+    It has the same rows, but other masks: they are drawn for each micro-batch."""
+    state = run.state
+    if state.micro_batch == 1:
+        raise MemoryError
+    state.micro_batch = fit.next_smaller(state.micro_batch)
+    smaller = f"going on with micro_batch={state.micro_batch}"
+    log.say(f"out of memory in step {state.step + 1:,}: saving, then {smaller}")
+    fit.clear(run)
+    parallel.check_equal(dict(run.model.named_parameters()))
+    if parallel.RANK == 0:
+        save(run, log)
+    log.write_facts(settings_in_use(run))
+    set_up(run, log, held_out_rows, signals)
 
 
 def rehearse(run, held_out_rows):
@@ -661,8 +693,8 @@ def evaluation_is_due(run, number):
     )
 
 
-def evaluate_log_save(run, log):
-    """Evaluate or log, then save, whatever is due before the next step."""
+def evaluate_and_log(run, log):
+    """Evaluate or log, if that is due before the next step."""
     state = run.state
     number = int(run.clock.progress() * evals)
     if evaluation_is_due(run, number):
@@ -678,21 +710,20 @@ def evaluate_log_save(run, log):
             log.guess(sentences()[number % len(sentences())])
     elif state.step % log_every == 0 and state.step > state.logged:
         log_row(run, log)
-    if save_is_due(run):
-        save(run, log)
 
 
 def rescue(run, log, error):
     """Save where an error has left the weights sound; where memory ran out, say what to type.
 
     They are after a SystemExit (train.bin has changed, a rank is gone) and an OSError (a disk fails
-    to read). After fifty skipped steps save() refuses, and after any other error, probably a bug's,
-    nothing is saved: the checkpoint before stands."""
+    to read). Where ranks differ, after fifty skipped steps, where save() refuses, and after any
+    other error, probably a bug's, nothing is saved: the checkpoint before stands."""
     log.close_bar()
     if safety.is_out_of_memory(error):
         sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")
     is_set_up = run.held_out_sets is not None
-    if parallel.RANK == 0 and is_set_up and isinstance(error, SystemExit | OSError):
+    keeps = isinstance(error, SystemExit | OSError) and not isinstance(error, parallel.Apart)
+    if parallel.RANK == 0 and is_set_up and keeps:
         save(run, log)
 
 

@@ -9,12 +9,23 @@ is evaluated by the few rules below and never run.
 
 import ast
 import contextlib
+import ctypes
 import difflib
 import math
 import operator
 import os
 import sys
 from pathlib import Path
+
+# torch reads this when it is imported, and every script imports this file before. Of segments
+# that grow no memory is lost in pieces too small for a batch of another shape. The first name is
+# that of today, which torch heeds from 2.11 on. Without NVML, or with one older than driver 550,
+# which lacks this function, torch 2.13 crashes at its first allocation then.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+if not any(name in os.environ for name in ALLOCATOR):
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libnvidia-ml.so.1").nvmlDeviceGetGpuFabricInfoV  # noqa: B018
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 COMMAND_LINE = "command line"
 ARITHMETIC = {

@@ -2,9 +2,11 @@
 
     python train.py config/tiny.py --compile=True
 
-It happens once, in the budget; a step of training needs none of it.
+It happens once, in the budget, and again where memory runs out later on; a step of training needs
+none of it.
 """
 
+import contextlib
 import gc
 import sys
 
@@ -15,24 +17,50 @@ from nanocram import parallel, safety
 TOO_LARGE = "out of memory"
 
 
+class NoRoom(RuntimeError):
+    """Memory ran out in the passes of a step, on this rank or another; no weight has changed."""
+
+
+@contextlib.contextmanager
+def together():
+    """Where memory runs out inside, NoRoom is raised, on all ranks."""
+    is_full = False
+    try:
+        yield
+    except Exception as e:
+        if not safety.is_out_of_memory(e):
+            raise
+        is_full = True
+    if parallel.any_rank(is_full):
+        raise NoRoom(TOO_LARGE)
+
+
+def has_room(step, *args):
+    """Whether there was memory for step(*args), and it was taken."""
+    try:
+        step(*args)
+    except NoRoom:
+        return False
+    return True
+
+
 def compile_and_fit(run, rehearse, must_compile, signals):
     """Compile run.loss_fn if run.compiled asks for it; halve run.state.micro_batch until it fits.
 
     rehearse() takes the passes of a step. Where they run but do not compile, run.compiled becomes
     False and the run goes on without; must_compile: it exits with one line. What does not run
     without compiling either is no compiler's fault, and raises. A signal ends this early."""
-    eager = run.loss_fn
     state = run.state
     why = ""  # it does not compile
     torch.compiler.reset()  # an earlier run of this process counts against torch's limit of graphs
     parallel.any_rank(False)  # a rank that has ended is noticed here; NCCL would wait for it
     parallel.meet(run.device)
     while True:
-        run.loss_fn = eager
+        run.loss_fn = run.eager_loss_fn
         if run.compiled and run.streamed:
-            run.loss_fn = run.streamed.compile(eager)
+            run.loss_fn = run.streamed.compile(run.eager_loss_fn)
         elif run.compiled:
-            run.loss_fn = torch.compile(eager, dynamic=False)
+            run.loss_fn = torch.compile(run.eager_loss_fn, dynamic=False)
         trouble = attempt(run, rehearse)
         if parallel.any_rank(trouble not in ("", TOO_LARGE)):
             why = f"torch.compile does not work here ({trouble or 'so another rank says'})"
@@ -44,9 +72,7 @@ def compile_and_fit(run, rehearse, must_compile, signals):
             failed = f"{TOO_LARGE} with micro_batch={state.micro_batch}"
             print(f"{failed}: going on with {smaller}", flush=True)
             state.micro_batch = smaller
-            # Nothing of the larger size stays, neither its rows nor what was compiled for it.
-            run.rows.fetched = {}
-            torch.compiler.reset()
+            torch.compiler.reset()  # nothing that was compiled for the larger size stays
         else:
             break
         if parallel.any_rank(signals.stop):
@@ -77,13 +103,19 @@ def attempt(run, rehearse):
         else:
             raise
     # Not in the handler: as long as there is an exception, so is all that its frames hold.
+    clear(run)
+    return trouble
+
+
+def clear(run):
+    """Leave nothing of earlier passes in memory: no gradients, no rows."""
     run.model.zero_grad()
     run.model.train()
+    run.rows.fetched = {}
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return trouble
 
 
 def rehearse_beside_the_rest(run, rehearse):

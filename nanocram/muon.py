@@ -11,6 +11,8 @@ from collections import defaultdict
 
 import torch
 
+from nanocram import parallel
+
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic that takes singular values to about 1
 NS_STEPS = 5  # Newton-Schulz iterations
 EPS = 1e-7
@@ -62,6 +64,9 @@ class Muon(torch.optim.Optimizer):
                 if self.dtype == torch.float16:  # the square of a small gradient would be 0 in it
                     norms = [u.norm().clamp(min=EPS) for u in updates]
                     torch._foreach_div_(updates, norms)
-                updates = orthogonalise(torch.stack([u.to(self.dtype) for u in updates]))
+                # Several ranks each take a part of the products. All keep all of the momentum, for
+                # a checkpoint to be the same whatever their number.
+                updates = torch.stack([u.to(self.dtype) for u in updates])
+                updates = parallel.share(orthogonalise, updates)
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(matrices, updates.float().unbind(), alpha=-size)

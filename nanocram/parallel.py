@@ -5,9 +5,9 @@
 
 Of the micro-batches of a step, rank r of N computes those numbered r, r + N and so on, with the
 masks that one process alone would draw, and the gradients are summed once a step: N learn what one
-would. It is not DistributedDataParallel: at the start of a batch ramp there may be fewer
-micro-batches than ranks, and those with nothing to compute would leave the others waiting in the
-backward pass.
+would. Nothing else keeps their weights together, so before each save they are compared. It is not
+DistributedDataParallel: at the start of a batch ramp there may be fewer micro-batches than ranks,
+and those with nothing to compute would leave the others waiting in the backward pass.
 """
 
 import os
@@ -65,16 +65,16 @@ def leave():
         dist.destroy_process_group()
 
 
-def all_reduce(tensors):
-    """Sum each of tensors over the ranks, in place.
+def all_reduce(tensors, op="SUM"):
+    """Sum (or MAX) each of tensors, all of one dtype, over the ranks, in place.
 
     Exits with one line when another rank has died; torchrun ends those that could not notice."""
     if WORLD == 1:
         return
+    # As one buffer: the gradients are 115 tensors, and a card's links are fast for large ones only.
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     try:
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for work in works:
-            work.wait()
+        dist.all_reduce(flat, op=getattr(dist.ReduceOp, op))
     except RuntimeError as e:
         if is_out_of_memory(e):
             raise
@@ -82,18 +82,55 @@ def all_reduce(tensors):
         reason = " ".join(str(e).split())[:600]
         then = "what they said comes first; where there is a checkpoint, --init=resume goes on"
         sys.exit(f"rank {RANK} has lost the others: {then}: {reason}")
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
-def agree(progress, stop):
-    """(rank 0's progress, whether any rank wants to stop), the same on all ranks."""
+def share(work, matrices):
+    """work(matrices) (N, rows, columns), of which each rank computes a part and gets the rest.
+
+    The others' places are zeros, to which a sum over ranks adds what these have computed: exact."""
     if WORLD == 1:
-        return progress, stop
-    mine = [progress if RANK == 0 else 0.0, float(stop)]
+        return work(matrices)
+    mine = slice(RANK, None, WORLD)
+    done = torch.zeros_like(matrices)
+    done[mine] = work(matrices[mine])
+    all_reduce([done])
+    return done
+
+
+def agree(progress, *flags):
+    """(rank 0's progress, of each flag whether any rank has set it), the same on all ranks."""
+    if WORLD == 1:
+        return progress, *flags
+    mine = [progress if RANK == 0 else 0.0, *map(float, flags)]
     total = torch.tensor(mine, dtype=torch.float64)
     all_reduce([total])
-    return total[0].item(), bool(total[1])
+    return total[0].item(), *(total[1:] > 0).tolist()
 
 
 def any_rank(flag):
     """Whether flag is set on any rank."""
     return agree(0.0, flag)[1]
+
+
+class Apart(SystemExit):
+    """The ranks' weights are not equal any more: which are right, none of them knows."""
+
+
+def check_equal(weights):
+    """Raise Apart, with one line, if the bits of {name: float32 tensor} differ between ranks."""
+    if WORLD == 1:
+        return
+    sums = torch.stack([weight.view(torch.int32).sum() for weight in weights.values()]).cpu()
+    largest = torch.cat((sums, -sums))
+    all_reduce([largest], "MAX")
+    most, minus_least = largest.chunk(2)
+    names = list(weights)
+    differing = [names[i] for i in (most != -minus_least).nonzero().flatten().tolist()]
+    if differing:
+        which = f"{differing[0]} and {len(differing) - 1} more of {len(names)} weights"
+        why = "cards of several kinds, or one that computes wrongly"
+        then = "the last checkpoint stands, --init=resume goes on from it"
+        raise Apart(f"ranks differ in {which} ({why}); nothing is saved: {then}")

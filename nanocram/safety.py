@@ -104,6 +104,14 @@ def is_out_of_memory(error):
     return not is_system and any(words in repr(error).lower() for words in OUT_OF_MEMORY)
 
 
+def is_device_gone(error):
+    """Whether an exception tells of a GPU that answers no call any more.
+
+    An assert of a kernel is none: it tells of a bug, such as an index beyond a table."""
+    words = str(error)
+    return "CUDA error" in words and "device-side assert" not in words
+
+
 class Unbreakable:
     """A text stream that a full disk or a closed pipe behind it does not stop: a day goes on."""
 
@@ -141,10 +149,12 @@ def run(main, where, then, less_memory=lambda: "a smaller model"):
     except OSError as e:
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
     except (MemoryError, RuntimeError) as e:
-        if not is_out_of_memory(e):
-            e.add_note(then)  # what was saved before the error is there
-            raise
-        sys.exit(f"out of memory: type {less_memory()}")
+        if is_out_of_memory(e):
+            sys.exit(f"out of memory: type {less_memory()}")
+        if is_device_gone(e):
+            sys.exit(f"the GPU has failed ({first_line(e)}): see nvidia-smi and dmesg; {then}")
+        e.add_note(then)  # what was saved before the error is there
+        raise
 
 
 class Signals:

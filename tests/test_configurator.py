@@ -3,10 +3,12 @@ import contextlib
 import importlib.util
 import io
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, last_line, script
 from hypothesis import given
 from hypothesis import strategies as st
@@ -366,3 +368,53 @@ def test_values_that_cannot_work(name, value):
     require(DEFAULTS, limits)
     with pytest.raises(SystemExit, match=f"{name}={value}"):
         require(DEFAULTS | {name: value}, limits)
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.fixture
+def nvml(tmp_path):
+    """make(code): the environment of a machine whose libnvidia-ml.so.1 is that, or without one."""
+    compiler = shutil.which("cc") or pytest.skip("there is no C compiler")
+
+    def make(code):
+        library = tmp_path / "libnvidia-ml.so.1"
+        library.unlink(missing_ok=True)
+        if code:
+            (tmp_path / "nvml.c").write_text(code)
+            command = [compiler, "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"]
+            subprocess.run(command, check=True)
+        own = {k: v for k, v in os.environ.items() if k not in ALLOCATOR}
+        return own | {"LD_LIBRARY_PATH": str(tmp_path)}
+
+    return make
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has it on Linux alone")
+@pytest.mark.parametrize("name", ["train", "bench", "race", "finetune_glue"])
+def test_what_torch_reads_is_set_before_it_is_imported(name, nvml, tmp_path):
+    """A torch that only says what it finds; a user's own value stays, under both names."""
+    found = f"import os; raise SystemExit([os.environ.get(name) for name in {ALLOCATOR}])"
+    (tmp_path / "torch.py").write_text(found)
+    today = "int nvmlDeviceGetGpuFabricInfoV(void) { return 0; }"
+    expandable = {ALLOCATOR[0]: "expandable_segments:True"}
+    first, second = ({key: "mine"} for key in ALLOCATOR)
+    cases = [(today, {}, expandable), (today, first, first), (today, second, second)]
+    cases += [("int older;", {}, {}), ("", {}, {})]
+    for code, own, wanted in cases:
+        environment = nvml(code) | own | {"PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, str(ROOT / f"{name}.py")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.stderr.strip() == str([wanted.get(key) for key in ALLOCATOR])
+
+
+def test_torch_knows_these_words(nvml):
+    """Its configuration is there on a CPU too; a word that torch does not know is an error."""
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip("this torch does not tell")
+    code = "import train, torch; print(torch._C._accelerator_getAllocatorSettings())"
+    environment = nvml("int nvmlDeviceGetGpuFabricInfoV(void) { return 0; }")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "expandable_segments:True", done.stderr

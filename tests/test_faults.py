@@ -227,6 +227,96 @@ def test_an_exit_in_mid_run_saves_what_was_learnt(train, monkeypatch, data_dir, 
     assert whole(Path(train.out_dir))["step"] == 9
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_memory_that_runs_out_in_mid_run(train, monkeypatch, capsys, offload):
+    """In the second micro-batch of a step: that is saved which was before it, and the end is that
+    of steps whose micro-batches were halved by hand. A resume keeps the smaller ones."""
+    changes = {"max_steps": 9, "batch_ramp": 0.0, "dropout": 0.1, "samples": ""}
+    put(monkeypatch, module, **changes, optimizer="adamw", offload=offload)
+    reference = new_run()
+    for step in range(9):
+        reference.state.micro_batch = 8 if step < 5 else 2
+        module.train_step(reference, step / 9)
+
+    def fill(run):
+        good, calls = run.eager_loss_fn, []
+
+        def limited(ids, *others):
+            calls.append(len(ids))
+            if len(calls) > 1 and len(ids) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return good(ids, *others)
+
+        run.loss_fn = run.eager_loss_fn = limited
+
+    saved = []
+    set_up = module.set_up
+
+    def look(*args):
+        if Path(train.out_dir, "ckpt.pt").exists():
+            saved.append(whole(Path(train.out_dir)))
+        set_up(*args)
+
+    monkeypatch.setattr(module, "set_up", look)
+    before_step(monkeypatch, 5, fill)
+    module.main()
+    said = capsys.readouterr().out
+    assert "out of memory in step 6: saving, then going on with micro_batch=4\n" in said
+    assert "out of memory with micro_batch=4: going on with 2\n" in said
+    assert "9 steps, 0 of them skipped" in said
+    assert [(state["step"], state["micro_batch"]) for state in saved] == [(5, 4)]
+    weights = load_file(Path(train.out_dir) / "model.safetensors")
+    folder_module.save(reference.model, Path(train.out_dir) / "reference")
+    others = load_file(Path(train.out_dir) / "reference/model.safetensors")
+    assert all(torch.equal(weights[name], others[name]) for name in others)
+    put(monkeypatch, module, init="resume", max_steps=10)
+    module.main()
+    assert "micro_batch=2, since 8 did not fit" in capsys.readouterr().out
+
+
+# A GPU that has fallen off the bus: from step 5 on every call is an error, of a save's copies too.
+GONE = """
+import torch
+import train
+from nanocram import machine, safety
+
+machine.matmul_rate = lambda *where: 1e12
+train_step = train.train_step
+
+
+def gone(*args):
+    raise RuntimeError("CUDA error: unspecified launch failure\\nCUDA kernel errors might be …")
+
+
+def disturbed(run, progress):
+    if run.state.step == 5:
+        run.loss_fn = torch.save = torch.cuda.empty_cache = gone
+    train_step(run, progress)
+
+
+train.train_step = disturbed
+vars(train).update(SETTINGS)
+safety.run(train.main, "out", "--init=resume goes on")
+"""
+
+
+def test_a_gpu_that_falls_off_the_bus(data_dir, tmp_path):
+    """One line, and what was saved before stands: the run goes on as if nothing had been."""
+    settings = {"max_steps": 8, "checkpoint_minutes": 1e-9, "data_dir": str(data_dir)}
+    out = tmp_path / "out"
+    code = GONE.replace("SETTINGS", repr(SMALL_MODEL | settings | {"out_dir": str(out)}))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    said = done.stderr.strip().splitlines()[-1]
+    assert "the GPU has failed (CUDA error: unspecified launch failure)" in said
+    assert said.endswith("--init=resume goes on") and "Traceback" not in done.stderr
+    assert whole(out)["step"] == 5
+    for folder, init in ((out, "resume"), (tmp_path / "undisturbed", "scratch")):
+        process = start(folder, init=init, **settings)
+        assert process.wait(100) == 0, process.communicate()[0]
+    assert_same_run(out, tmp_path / "undisturbed")
+
+
 # Saved at every step and ended by too many; saved at both ends alone, and ended by max_steps.
 @pytest.mark.parametrize(("minutes", "steps"), [(1e-9, 200), (0.0, 8)])
 def test_unusable_steps_replace_no_checkpoint(train, monkeypatch, minutes, steps):
@@ -357,6 +447,7 @@ MAIN = "from nanocram import safety\ndef main():"
         ("raise RuntimeError('CUDA out of memory. Tried to')", "a smaller model"),
         ("raise RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')", "a smaller model"),
         ("raise MemoryError", "a smaller model"),
+        ("raise RuntimeError('CUDA error: unknown error\\nmore')", "dmesg; type it again"),
     ],
 )
 def test_scripts_end_with_one_line(what, line):
@@ -367,11 +458,12 @@ def test_scripts_end_with_one_line(what, line):
     assert said.endswith(line) and "\n" not in said
 
 
-def test_other_errors_keep_their_trace():
-    code = f"{MAIN}\n    raise RuntimeError('a defect')\nsafety.run(main, '', 'type it again')"
+@pytest.mark.parametrize("what", ["a defect", "CUDA error: device-side assert triggered"])
+def test_other_errors_keep_their_trace(what):
+    code = f"{MAIN}\n    raise RuntimeError({what!r})\nsafety.run(main, '', 'type it again')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" in done.stderr
-    assert done.stderr.endswith("RuntimeError: a defect\ntype it again\n")
+    assert done.stderr.endswith(f"RuntimeError: {what}\ntype it again\n")
 
 
 def test_a_kill_while_the_first_files_were_written_is_in_nobodys_way(tmp_path, data_dir, corpus):

@@ -1,6 +1,6 @@
 """What a GPU has to show: numerics, memory, waiting, compiling, resumes, copies.
 
-    python -m pytest tests/test_gpu.py       # not with -n: the tests would share the GPU
+    python -m pytest -rP tests/test_gpu.py   # what each saw; not with -n: they would share the GPU
 
 conftest.py hides the GPU from all other tests. Here a check is a function of a device's name that
 returns figures, in a process of its own that sees the GPU: a fork of a server that has imported
@@ -41,7 +41,16 @@ from nanocram.data import IGNORE
 
 TIMEOUT = 300  # seconds for the answer of a process: some compile several graphs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PRECISION = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}  # float32 is TF32 on a GPU
+# Of products, as torch.set_float32_matmul_precision() calls them where they are in float32. What
+# training has there is "high", TF32 on a GPU: a card that truncates to it gives gradients that are
+# 1.1e-3 off in the default and 4.5e-3 in crammed BERT (emulated on a CPU), as a sound one should.
+PRODUCTS = {
+    "full": (torch.float32, "highest"),
+    "float32": (torch.float32, "high"),
+    "bfloat16": (torch.bfloat16, "high"),
+    "float16": (torch.float16, "high"),
+}
+PRECISION = {"full": 1e-4, "float32": 1e-2, "bfloat16": 1e-2, "float16": 1e-2}  # beside a CPU's
 LOSS_SCALE = 2.0**12  # as in training: small gradients would be lost in float16
 
 
@@ -128,7 +137,10 @@ def outcome(work, *args):
 
 def answer(work, *args):
     """What work(*args) returns in a process of its own; several tests may ask, it runs once."""
-    return value_of(outcome(work, *args))
+    value = value_of(outcome(work, *args))
+    if value is not None:
+        print(f"{work.__name__}{args}: {value}")
+    return value
 
 
 @functools.cache
@@ -187,6 +199,12 @@ def run_script(name, *arguments):
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def run_in_full_float32(name, *arguments):
+    """run_script(), but products in float32 are no TF32, so that a GPU's compare with a CPU's."""
+    torch.set_float32_matmul_precision = lambda precision: None
+    run_script(name, *arguments)
+
+
 def flags(**settings):
     return [f"--{name}={value}" for name, value in settings.items()]
 
@@ -236,13 +254,15 @@ def compare(found, wanted):
 
 
 def numerics(device, name):
-    """{(dtype, mode): errors} of the model of a recipe, eager and compiled."""
+    """{(a key of PRODUCTS, mode): errors} of the model of a recipe, eager and compiled."""
     machine.pick(device, "auto")  # what suits our work there: TF32, no cuDNN
     model = new_model(device, name)
     rows = torch.randint(4, model.config.vocab_size, (8, 128))
     batch = train.draw_masks(rows, 38, 30)
 
-    def loss_and_gradient(where, dtype, mode):
+    def loss_and_gradient(where, products, mode):
+        dtype, precision = PRODUCTS[products]
+        torch.set_float32_matmul_precision(precision)
         net = copy.deepcopy(model).to(where)
         loss_fn = make_loss(net, torch.device(where), dtype)
         if mode == "compiled":
@@ -252,12 +272,12 @@ def numerics(device, name):
         (loss * LOSS_SCALE).backward()
         return loss.item(), gradient_of(net)
 
-    wanted = loss_and_gradient("cpu", torch.float32, "eager")
+    wanted = loss_and_gradient("cpu", "full", "eager")
     modes = ["eager", "compiled"] if device == "cuda" else ["eager"]
     errors = {}
-    for dtype, mode in itertools.product(DTYPES, modes):
-        found = loss_and_gradient(device, DTYPES[dtype], mode)
-        errors[dtype, mode] = compare(found, wanted)
+    for products, mode in itertools.product(PRODUCTS, modes):
+        found = loss_and_gradient(device, products, mode)
+        errors[products, mode] = compare(found, wanted)
     return errors
 
 
@@ -296,11 +316,13 @@ def attention(device):
     return errors
 
 
-def assert_precise(errors, dtype):
-    """Errors within the precision of dtype, and not those of a better one. NaN is neither."""
+def assert_precise(errors, products):
+    """Errors within the precision of products, and not those of a better one. NaN is neither."""
     loss_error, gradient_error = errors
-    assert loss_error < PRECISION[dtype] and gradient_error < PRECISION[dtype]
-    assert gradient_error > 1e-5 or dtype == "float32"
+    allowed = PRECISION[products]
+    print(f"errors: loss {loss_error:.1e}, gradient {gradient_error:.1e}; allowed {allowed:.0e}")
+    assert loss_error < allowed and gradient_error < allowed
+    assert gradient_error > 1e-5 or PRODUCTS[products][0] == torch.float32  # a CPU has no TF32
 
 
 @on("cuda", "cpu")
@@ -520,6 +542,8 @@ def assert_same_course(out_dir, reference, tolerance=1e-3):
     """Same steps, same rows; losses within tolerance; norms of gradients and weights within ten."""
     ours, theirs = logged(out_dir), logged(reference)
     assert ours.keys() == theirs.keys()
+    off = [abs(ours[step]["loss"] / row["loss"] - 1) for step, row in theirs.items()]
+    print(f"{len(off)} rows: losses at most {max(off):.1e} off, allowed {tolerance:.0e}")
     for step, row in theirs.items():
         assert ours[step]["tokens"] == row["tokens"]
         assert ours[step]["loss"] == pytest.approx(row["loss"], rel=tolerance), step
@@ -565,6 +589,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(device, undisturbed, data_d
 def test_sums_over_ranks(device, data_dir, tmp_path):
     """torchrun's one process sums with itself, by NCCL on a GPU, and learns what it would alone."""
     sizes = {"max_steps": 8, "batch_size": 8, "batch_start": 8}
+    sizes |= {"optimizer": "adamw"}  # of Muon's products a rank computes its share alone
     alone, out = tmp_path / "alone", tmp_path / "out"
     job = start(run_script, "train.py", *run_flags(device, data_dir, alone, **sizes))
     said = answer(torchrun, str(tmp_path), *run_flags(device, data_dir, out, **sizes))
@@ -625,10 +650,11 @@ def test_fine_tuning(device, undisturbed, glue_files, tmp_path):
     for where in (device, "cpu"):
         folder = shutil.copytree(undisturbed(device), tmp_path / f"model{len(scores)}")
         arguments = flags(model=folder, device=where, **settings)
-        answer(run_script, "finetune_glue.py", *arguments)
+        answer(run_in_full_float32, "finetune_glue.py", *arguments)
         (run,) = glue.read_runs(folder)
         scores.append(run["scores"])
     ours, reference = scores
+    print(f"{device} {ours}, cpu {reference}")
     assert ours.keys() == reference.keys()
     for name, score in reference.items():
         assert ours[name] == pytest.approx(score, abs=3), name  # of 100
@@ -651,7 +677,8 @@ def test_offload_is_the_plain_run(device, dtype, data_dir, tmp_path):
         jobs.append(start(run_script, "train.py", recipe, *arguments))
     for job in jobs:
         job.answer()
-    assert_same_course(tmp_path / "True", tmp_path / "False", PRECISION[dtype])
+    tolerance = {"float32": 1e-3, "bfloat16": 1e-2}[dtype]  # of one card beside itself
+    assert_same_course(tmp_path / "True", tmp_path / "False", tolerance)
 
 
 # Long ones, which have been on their way since the first test, and one that wants the GPU alone
@@ -661,10 +688,10 @@ WAYS = [("cuda", "eager"), ("cuda", "compiled"), ("cpu", "eager")]  # a CPU comp
 
 
 @pytest.mark.parametrize(("device", "mode"), WAYS, indirect=["device"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_losses_and_gradients(device, model, dtype, mode):
-    assert_precise(answer(numerics, device, model)[dtype, mode], dtype)
+def test_losses_and_gradients(device, model, products, mode):
+    assert_precise(answer(numerics, device, model)[products, mode], products)
 
 
 # Blocks of 24M weights; on an H200 the arithmetic of 64 rows takes about as long as their copies.

@@ -1,7 +1,9 @@
 """Real processes over gloo; one process is the reference."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +98,128 @@ def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
     assert said.count("8 steps, 0 of them skipped") == 1  # one speaks for all
     batches = {row.get("batch_size") for row in record.read_log(tmp_path / "two")}
     assert batches == {None, 8, 16, 24}
+    assert_equal_runs(tmp_path / "one", tmp_path / "two", 2e-5)
+
+
+# From step 5 on memory has no room for more than four rows, on one rank alone.
+FULL_LATER = """
+import os, sys
+sys.path.insert(0, ROOT)
+import torch
+import train
+from nanocram import machine, safety
+
+machine.matmul_rate = lambda *where: 1e12
+make_loss, train_step = train.make_loss, train.train_step
+step = 0
+
+
+def make_limited(*args):
+    loss_fn = make_loss(*args)
+
+    def limited(ids, *others):
+        loss = loss_fn(ids, *others)  # first: so the step is half done
+        if step >= 5 and os.environ["RANK"] == "1" and len(ids) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return loss
+
+    return limited
+
+
+def counted(run, progress):
+    global step
+    step = run.state.step
+    train_step(run, progress)
+
+
+train.make_loss, train.train_step = make_limited, counted
+vars(train).update(SETTINGS)
+safety.run(train.main, "out", "then")
+"""
+
+
+def test_ranks_halve_micro_batch_together_in_mid_run(train, monkeypatch, data_dir, tmp_path):
+    """Beside one process whose micro-batches are halved at that step."""
+    settings = SETTINGS | {"data_dir": str(data_dir), "out_dir": str(tmp_path / "two")}
+    settings |= {"max_steps": 8, "batch_ramp": 0.0, "batch_size": 32, "optimizer": "adamw"}
+    code = FULL_LATER.replace("ROOT", repr(str(ROOT))).replace("SETTINGS", repr(settings))
+    (tmp_path / "full_later.py").write_text(code)
+    ranks = torchrun(2, script=tmp_path / "full_later.py")
+
+    train_step = module.train_step
+
+    def smaller(run, progress):
+        run.state.micro_batch = 8 if run.state.step < 5 else 4
+        train_step(run, progress)
+
+    monkeypatch.setattr(module, "train_step", smaller)
+    alone(train, monkeypatch, **(settings | {"out_dir": str(tmp_path / "one")}))
+    said, _ = ranks.communicate(timeout=200)
+    assert ranks.returncode == 0, said
+    assert said.count("out of memory in step 6: saving, then going on with micro_batch=4") == 1
+    assert "8 steps, 0 of them skipped" in said
+    assert record.read_facts(tmp_path / "two")["settings"]["micro_batch"] == 4
+    assert_equal_runs(tmp_path / "one", tmp_path / "two", 2e-5)
+
+
+# One bit of one weight of one rank is another from step 5 on.
+APART = """
+import os, sys
+sys.path.insert(0, ROOT)
+import torch
+import train
+from nanocram import machine, safety
+
+machine.matmul_rate = lambda *where: 1e12
+train_step = train.train_step
+
+
+def spoilt(run, progress):
+    train_step(run, progress)
+    if run.state.step == 5 and os.environ["RANK"] == "2":
+        run.model.model.layers[1].mlp.Wo.weight.data.view(torch.int32)[3, 2] ^= 1
+
+
+train.train_step = spoilt
+vars(train).update(SETTINGS)
+safety.run(train.main, "out", "then")
+"""
+
+
+def test_ranks_whose_weights_differ_save_nothing(data_dir, tmp_path):
+    """All end with the one line that names the weight; the checkpoint before stands."""
+    out = tmp_path / "out"
+    settings = SETTINGS | {"data_dir": str(data_dir), "out_dir": str(out)}
+    settings |= {"max_steps": 9, "checkpoint_minutes": 1e-9}
+    code = APART.replace("ROOT", repr(str(ROOT))).replace("SETTINGS", repr(settings))
+    (tmp_path / "apart.py").write_text(code)
+    ranks = torchrun(3, script=tmp_path / "apart.py")
+    said, _ = ranks.communicate(timeout=200)
+    assert ranks.returncode != 0
+    line = r"^ranks differ in model\.layers\.1\.mlp\.Wo\.weight and 0 more of .*nothing is saved"
+    assert re.search(line, said, re.MULTILINE), said
+    assert "lost the others" not in said
+    assert torch.load(out / "ckpt.pt", weights_only=True)["state"]["step"] == 4
+
+
+@pytest.mark.slow
+def test_two_machines_match_one(train, monkeypatch, data_dir, tmp_path):
+    """Two agents of torchrun, as two machines have them; each is the first of its own."""
+    settings = SETTINGS | {"max_steps": 8, "optimizer": "adamw", "data_dir": str(data_dir)}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={address}", str(ROOT / "train.py")]
+    flags = settings | {"out_dir": tmp_path / "two"}
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agents = [subprocess.Popen(command, **streams) for _ in range(2)]
+    alone(train, monkeypatch, **settings, out_dir=str(tmp_path / "one"))
+    said = [agent.communicate(timeout=200)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "".join(said).count("8 steps, 0 of them skipped") == 1
+    assert record.read_facts(tmp_path / "two")["processes"] == 2
     assert_equal_runs(tmp_path / "one", tmp_path / "two", 2e-5)
 
 

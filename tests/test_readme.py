@@ -283,6 +283,28 @@ def test_every_csv_is_named_in_the_notebook_and_is_there():
     assert named == {path.name for path in (ROOT / "results").glob("*.csv")}
 
 
+def rows_of(table):
+    """{first cell: the others} of a table's lines."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    return {name: cells for name, *cells in rows if name not in ("card", "---")}
+
+
+def test_the_table_of_cards_is_what_its_script_says():
+    """Figures of each card; every card of the script is there."""
+    table = re.search(r"^\| card \| sustains.*\n.*\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
+    printed = {}
+    for flags in (["--cards=2", "--link_gb_per_s=5"], []):
+        command = [sys.executable, str(ROOT / "results/cards.py"), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        printed |= rows_of(line for line in done.stdout.splitlines() if line.startswith("|"))
+    found = rows_of(table.splitlines())
+    for name, cells in found.items():
+        rates, _, of_datasheet, tokens, each, fits, _, glue, _ = printed[name]
+        share = of_datasheet.replace("%", " %")
+        assert cells[:6] == [rates, share, tokens, each, fits.split(",")[0], glue], name
+    assert found.keys() >= {name for name in printed if "×" not in name}
+
+
 def test_what_to_edit_is_where_the_readme_says():
     table = re.search(r"\| to change \| edit \|\n.*\n((?:\|.*\n)+)", README)[1]
     for row in table.splitlines():

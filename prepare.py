@@ -54,6 +54,7 @@ vocab_size = 32768                    # entries of the byte-level BPE vocabulary
 vocab_sample_mb = 100                 # MB of text to train it on, from all sources and files
 # tokens to rows
 seq_len = 128                         # tokens in a row, the leading [CLS] included
+pack = True                           # False: records stay whole, and see no other; rest is padding
 filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
 dedup = False                         # drop exact copies; takes about 80 bytes a document in memory
 order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
@@ -89,6 +90,10 @@ OURS = ("tokenizer*.json", "meta.json", "sample-*.json", "*.tmp", *partial.FILES
 # The counts of meta.json: what became of the documents, and what they add up to.
 OUTCOMES = ("held_out", "held_out_copies", "duplicates", "filtered", "empty", "kept")
 SIZES = ("tokens", "characters", "val_tokens", "val_characters", "tokens_read", "characters_read")
+SIZES += (
+    "cut",
+    "cut_tokens",
+)  # records that were longer than a row, and what the rows lack of them
 
 
 def find_sources():
@@ -390,6 +395,11 @@ def choose(documents, count, held_out, seen):
             of_source["tokens"] += n_ids
         if dedup:
             seen.add(key)
+        if not pack and n_ids >= seq_len and outcome in ("kept", "held_out"):
+            ids = np.append(ids[: seq_len - 2], np.uint16(SEP))  # and the [CLS] before it
+            count["cut"] += 1
+            if outcome == "kept":
+                count["cut_tokens"] += n_ids - len(ids)
         count["tokens_read"] += n_ids
         count["characters_read"] += characters
         of_source["characters_read"] += characters
@@ -413,10 +423,17 @@ def take(documents, so_far):
             so_far.new_keys["seen-keys"].append(key)
 
 
-def finish_counts(count):
+def finish_counts(count, folder):
     """Complete the counts of meta.json; exits where there is too little for a row."""
-    count["rows"], count["left_over"] = divmod(count["tokens"], seq_len - 1)
-    count["val_rows"] = count["val_tokens"] // (seq_len - 1)
+    for name, file in (("rows", "train.bin"), ("val_rows", "val.bin")):
+        path = folder / file
+        count[name] = path.stat().st_size // (2 * seq_len) if path.exists() else 0
+    in_rows = count["tokens"] - count["cut_tokens"]
+    places = count["rows"] * (seq_len - 1)
+    if pack:
+        count["left_over"] = in_rows - places
+    elif places:
+        count["filled"] = in_rows / places  # what is no padding, nor the [CLS] of later records
     count["kept_share"] = count["kept"] / max(1, count["kept"] + count["filtered"])
     if not count["rows"]:
         few = f"{count['tokens']} tokens are fewer than one row of {seq_len}"
@@ -499,6 +516,13 @@ def check_filter(texts, tokenizer):
     long = np.mean(np.array(lengths) > seq_len - 2)
     of_each = f"{np.median(lengths):,.0f} tokens each, the median; {long:.0%} fill more than a row"
     print(f"a look at {len(texts):,} documents: {of_each}")
+    cut = np.maximum(np.array(lengths) - (seq_len - 2), 0).sum() / max(1, np.sum(lengths))
+    if not pack and cut > 0.02:
+        said = f"of records that are longer than a row {cut:.0%} of all tokens would be cut"
+        what = "a larger --seq_len, --documents=lines if each line is a record, or --pack=True"
+        if cut > 0.5:
+            sys.exit(f"{said}: type {what}")
+        print(f"WARNING: {said}: {what} keeps them")
     threshold = filter_threshold()
     dropped = np.mean(np.array(ratios) >= threshold) if threshold else 0.0
     said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
@@ -757,6 +781,13 @@ def print_summary(count, journal, goal, seconds):
             print(f"from        {name}: {part['read']} read, {part['kept']} kept, {size}")
     print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
+    if not pack:
+        print(f"            {1 - count['filled']:.1%} of them is padding, and what begins a record")
+    if count["cut"]:
+        long = f"{count['cut']} records were longer than a row, and cut"
+        print(
+            f"WARNING: {long}: {count['cut_tokens']:,} tokens are lost; --seq_len=512 has more room"
+        )
     for line in good_for(count["rows"] * seq_len):
         print(f"ten passes  {line}")
     print(f"written     {goal} in {seconds:.1f} s")
@@ -817,13 +848,13 @@ def main():
         # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
         full_stop = tokenizer.encoding.encode_single_token(".")
         first = full_stop if order == "curriculum" else None
-        so_far = Partial(folder, journal, seq_len, first)
+        so_far = Partial(folder, journal, seq_len, first, pack)
         if not journal["all_read"]:
             read_all(files, share, so_far)
             journal["all_read"] = True
         count = so_far.count
-        finish_counts(count)
         so_far.finish()
+        finish_counts(count, folder)
         count["unread_files"] = len(journal["errors"])
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
         meta |= {"filter_threshold": filter_threshold(), "complete": not journal["errors"]}

@@ -115,7 +115,7 @@ def find_sources():
         paths = sorted(filter(os.path.isfile, matches))
         for path in paths:
             if not file_kind(path):
-                kinds = ".txt(.gz), .jsonl(.gz, .zst) or .parquet"
+                kinds = ".txt(.gz), .log(.gz), .jsonl(.gz, .zst) or .parquet"
                 sys.exit(f"{path} is of no known kind: rename it to {kinds}")
         is_pattern = not name or re.search(r"[*?\[{}]", name)
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
@@ -531,7 +531,7 @@ def check_vocabulary(texts, tokenizer):
         n_tokens += len(found)
     share = missing.total() / max(1, n_tokens)
     most = " ".join(token[:40] for token, _ in missing.most_common(5))
-    said = f"{vocab_file} lacks {share:.1%} of the tokens, most of all {most}"
+    said = f"{vocab_file} lacks {share:.2%} of the tokens, most of all {most}"
     if share > 0.5:
         sys.exit(f"{said}: put them in, or leave --vocab_file out and have one trained")
     if missing:
@@ -839,6 +839,7 @@ def print_summary(count, journal, goal, seconds):
     if count["unknown"]:
         share = count["unknown"] / count["tokens_read"]
         print(f"WARNING: {count['unknown']:,} tokens ({share:.2%}) are not in {vocab_file}: [UNK]")
+    print(f"to train    --data_dir={data_dir} --vocab_size={vocab_size} --seq_len={seq_len}")
     for line in good_for(count["rows"] * seq_len):
         print(f"ten passes  {line}")
     print(f"written     {goal} in {seconds:.1f} s")

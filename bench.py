@@ -271,7 +271,7 @@ def warm_up(rival, batch, dev):
 
 def compare_models(batch, dev, amp_dtype):
     """Print a table of tokens/s: steps of one micro-batch, the same rows and masks for all."""
-    ids, positions, labels = batch  # (B, T), (B, K), (B, K)
+    ids, positions, labels = batch[:3]  # (B, T), (B, K), (B, K)
     all_labels = torch.full_like(ids, IGNORE).scatter(1, positions, labels)  # (B, T)
     batch = (ids, positions, labels, all_labels)
     running = [c for c in rivals(dev, amp_dtype) if warm_up(c, batch, dev)]

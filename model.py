@@ -162,8 +162,8 @@ class Attention(nn.Module):
         """Vectors x (B, K, C), from positions (B, K) of a row, attend to context (B, T, C).
 
         positions None: x is at all T positions. rope: cos and sin (T, 1, D) in the dtype of
-        queries, or None. attn_bias (B, 1, 1, T), added to the scores: 0, or −inf at padding; or
-        None."""
+        queries, or None. attn_bias (B, 1, 1 or K, T), added to the scores: 0, or −inf where a
+        query must not look; or None."""
         q = self.heads(self.Wq(x))  # (B, K, H, D)
         k = self.heads(self.Wk(context))  # (B, T, H, D)
         v = self.heads(self.Wv(context))
@@ -242,6 +242,14 @@ def padding_bias(attention_mask, dtype):
     return torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
 
 
+def record_bias(records, context, dtype):
+    """What SDPA adds to scores, (B, 1, K, T): 0, and −inf between tokens of different records.
+
+    records (B, K) and context (B, T): the number of the record that a query, or a key, is of."""
+    foreign = records[:, None, :, None] != context[:, None, None]
+    return torch.zeros_like(foreign, dtype=dtype).masked_fill_(foreign, -torch.inf)
+
+
 class Encoder(nn.Module):
     """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) where only K positions are asked for.
 
@@ -263,7 +271,9 @@ class Encoder(nn.Module):
             self.register_buffer("rope_cos", angles.cos(), persistent=False)
             self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
-    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
+    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None, records=None):
+        """attention_mask (B, T) is 0 at padding. records (B, T) has the number of each token's
+        record, 0 at padding: attention stays inside of a record, and RoPE knows distances alone."""
         x = self.embeddings(ids, token_type_ids)  # (B, T, C)
         # The tables turn queries and keys, the bias is added to scores: each is cast to their dtype
         # once, here, for every block would do it anew.
@@ -280,11 +290,15 @@ class Encoder(nn.Module):
         attn_bias = None
         if attention_mask is not None:
             attn_bias = padding_bias(attention_mask, score_dtype)
+        if records is not None:
+            attn_bias = record_bias(records, records, score_dtype)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, attn_bias)
         context = x
         if positions is not None:
             x = gather_positions(x, positions)  # (B, K, C)
+            if records is not None:
+                attn_bias = record_bias(records.gather(1, positions), records, score_dtype)
         for layer in self.layers[self.n_full :]:
             x = layer(x, rope, attn_bias, context, positions)
         return self.final_norm(x)
@@ -330,9 +344,9 @@ class MaskedLM(nn.Module):
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
 
-    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
+    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None, records=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without."""
-        hidden = self.model(ids, positions, attention_mask, token_type_ids)
+        hidden = self.model(ids, positions, attention_mask, token_type_ids, records)
         return self.decoder(self.head(hidden))
 
     def flops_per_token(self, seq_len, n_predicted):
@@ -370,11 +384,14 @@ def mixed_precision(device, dtype):
 def make_loss(model, device, amp_dtype):
     """loss_fn(ids (B, T), positions (B, K), labels (B, K)): cross-entropy in nats, a 0-d tensor.
 
-    It is the sum over all labels that are not -100."""
+    It is the sum over all labels that are not -100. Rows of whole records come with records (B, T)
+    too, as Encoder.forward() takes them."""
 
-    def loss_fn(ids, positions, labels):
+    def loss_fn(ids, positions, labels, records=None):
         with mixed_precision(device, amp_dtype):
-            logits = model(ids, positions)  # (B, K, V): they exist for these positions only
+            logits = model(
+                ids, positions, records=records
+            )  # (B, K, V): they exist for these positions only
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
     return loss_fn

@@ -34,7 +34,16 @@ from nanocram import partial, safety, sources
 from nanocram.configurator import configure, require
 from nanocram.partial import Partial, write_journal
 from nanocram.sources import HUB, explain, file_kind, hub_name
-from nanocram.tokenizer import SEP, Tokenizer, normalise, train_tokenizer
+from nanocram.tokenizer import (
+    SEP,
+    SPECIAL_OR_UNKNOWN,
+    UNK,
+    Tokenizer,
+    normalise,
+    read_vocabulary,
+    train_tokenizer,
+    write_vocabulary,
+)
 
 # fmt: off
 # what to read
@@ -46,14 +55,17 @@ text_column = "text"                  # where .jsonl, .parquet and Hub data sets
 documents = "paragraphs"              # of a .txt: paragraphs (a blank line ends one) | lines
 max_docs = 0                          # stop after reading this many documents; 0 = all
 max_tokens = 0                        # stop after this many tokens, before the filter; 0 = all
+max_hub_tokens = 0                    # the same where a source is the Hub's: own files end
 max_rows = 0                          # stop once so many rows are kept, behind the filter; 0 = all
 # text to tokens
 # ascii: lower case, no accents (paper) | plain: any script | none: as it is, line breaks too
 normalisation = "ascii"
 vocab_size = 32768                    # entries of the byte-level BPE vocabulary, 4 of them special
+vocab_file = ""                       # or your own tokens, one a line: words, or all characters
 vocab_sample_mb = 100                 # MB of text to train it on, from all sources and files
 # tokens to rows
 seq_len = 128                         # tokens in a row, the leading [CLS] included
+pack = True                           # False: records stay whole, and see no other; rest is padding
 filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
 dedup = False                         # drop exact copies; takes about 80 bytes a document in memory
 order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
@@ -89,6 +101,8 @@ OURS = ("tokenizer*.json", "meta.json", "sample-*.json", "*.tmp", *partial.FILES
 # The counts of meta.json: what became of the documents, and what they add up to.
 OUTCOMES = ("held_out", "held_out_copies", "duplicates", "filtered", "empty", "kept")
 SIZES = ("tokens", "characters", "val_tokens", "val_characters", "tokens_read", "characters_read")
+# Records longer than a row, and what the rows lack of them; what vocab_file does not have.
+SIZES += ("cut", "cut_tokens", "unknown")
 
 
 def find_sources():
@@ -101,7 +115,7 @@ def find_sources():
         paths = sorted(filter(os.path.isfile, matches))
         for path in paths:
             if not file_kind(path):
-                kinds = ".txt(.gz), .jsonl(.gz, .zst) or .parquet"
+                kinds = ".txt(.gz), .log(.gz), .jsonl(.gz, .zst) or .parquet"
                 sys.exit(f"{path} is of no known kind: rename it to {kinds}")
         is_pattern = not name or re.search(r"[*?\[{}]", name)
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
@@ -345,12 +359,24 @@ def filter_threshold():
     return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
 
+@functools.cache
+def reads_the_hub(source):
+    return any(not file_kind(paths[0]) for paths in find_sources().values())
+
+
+def hub_limit():
+    """max_hub_tokens where a data set of the Hub is read, which may have no end; else 0."""
+    return max_hub_tokens if max_hub_tokens > 0 and reads_the_hub(source) else 0
+
+
 def limit_reached(count):
     """The setting that ends the reading by now; '' for none."""
     if max_docs > 0 and count["read"] >= max_docs:
         return "max_docs"
     if max_tokens > 0 and count["tokens_read"] >= max_tokens:
         return "max_tokens"
+    if 0 < hub_limit() <= count["tokens_read"]:
+        return "max_hub_tokens"
     if max_rows > 0 and count["tokens"] >= max_rows * (seq_len - 1):
         return "max_rows"
     return ""
@@ -390,6 +416,13 @@ def choose(documents, count, held_out, seen):
             of_source["tokens"] += n_ids
         if dedup:
             seen.add(key)
+        if not pack and n_ids >= seq_len and outcome in ("kept", "held_out"):
+            ids = np.append(ids[: seq_len - 2], np.uint16(SEP))  # and the [CLS] before it
+            count["cut"] += 1
+            if outcome == "kept":
+                count["cut_tokens"] += n_ids - len(ids)
+        if vocab_file:
+            count["unknown"] += int((ids == UNK).sum())
         count["tokens_read"] += n_ids
         count["characters_read"] += characters
         of_source["characters_read"] += characters
@@ -413,10 +446,17 @@ def take(documents, so_far):
             so_far.new_keys["seen-keys"].append(key)
 
 
-def finish_counts(count):
+def finish_counts(count, folder):
     """Complete the counts of meta.json; exits where there is too little for a row."""
-    count["rows"], count["left_over"] = divmod(count["tokens"], seq_len - 1)
-    count["val_rows"] = count["val_tokens"] // (seq_len - 1)
+    for name, file in (("rows", "train.bin"), ("val_rows", "val.bin")):
+        path = folder / file
+        count[name] = path.stat().st_size // (2 * seq_len) if path.exists() else 0
+    in_rows = count["tokens"] - count["cut_tokens"]
+    places = count["rows"] * (seq_len - 1)
+    if pack:
+        count["left_over"] = in_rows - places
+    elif places:
+        count["filled"] = in_rows / places  # what is no padding, nor the [CLS] of later records
     count["kept_share"] = count["kept"] / max(1, count["kept"] + count["filtered"])
     if not count["rows"]:
         few = f"{count['tokens']} tokens are fewer than one row of {seq_len}"
@@ -451,7 +491,8 @@ def sample_of(path, number, limit, folder):
 
 def make_vocabulary(files, share, folder):
     """Train the vocabulary on texts of every source; its files go into folder."""
-    print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
+    if not vocab_file:
+        print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
     texts = []
     number = 0
     for name, paths in files.items():
@@ -470,8 +511,31 @@ def make_vocabulary(files, share, folder):
     to_train_on = [text for text in texts if not may_be_held_out(text_hash(text))]
     some = texts[:: max(1, len(texts) // LOOK)]
     check_normalisation(some)
-    train_tokenizer(to_train_on, vocab_size, normalisation, folder)
-    check_filter(some, Tokenizer(folder / "tokenizer.json"))
+    if vocab_file:
+        write_vocabulary(read_vocabulary(vocab_file), folder)
+    else:
+        train_tokenizer(to_train_on, vocab_size, normalisation, folder)
+    tokenizer = Tokenizer(folder / "tokenizer.json")
+    if vocab_file:
+        check_vocabulary(some, tokenizer)
+    check_filter(some, tokenizer)
+
+
+def check_vocabulary(texts, tokenizer):
+    """Say which tokens of some texts a vocab_file lacks; exit where it lacks most."""
+    missing, n_tokens = Counter(), 0
+    for text in texts:
+        begin = text[:LOOKED_AT]
+        found = list(begin) if tokenizer.encoding.by_character else begin.split()
+        missing.update(found[i] for i in np.flatnonzero(tokenizer.encode(begin) == UNK))
+        n_tokens += len(found)
+    share = missing.total() / max(1, n_tokens)
+    most = " ".join(token[:40] for token, _ in missing.most_common(5))
+    said = f"{vocab_file} lacks {share:.2%} of the tokens, most of all {most}"
+    if share > 0.5:
+        sys.exit(f"{said}: put them in, or leave --vocab_file out and have one trained")
+    if missing:
+        print(f"WARNING: {said}: each becomes [UNK]")
 
 
 def check_normalisation(texts):
@@ -499,6 +563,13 @@ def check_filter(texts, tokenizer):
     long = np.mean(np.array(lengths) > seq_len - 2)
     of_each = f"{np.median(lengths):,.0f} tokens each, the median; {long:.0%} fill more than a row"
     print(f"a look at {len(texts):,} documents: {of_each}")
+    cut = np.maximum(np.array(lengths) - (seq_len - 2), 0).sum() / max(1, np.sum(lengths))
+    if not pack and cut > 0.02:
+        said = f"of records that are longer than a row {cut:.0%} of all tokens would be cut"
+        what = "a larger --seq_len, --documents=lines if each line is a record, or --pack=True"
+        if cut > 0.5:
+            sys.exit(f"{said}: type {what}")
+        print(f"WARNING: {said}: {what} keeps them")
     threshold = filter_threshold()
     dropped = np.mean(np.array(ratios) >= threshold) if threshold else 0.0
     said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
@@ -633,7 +704,8 @@ def share_read(files, share, places, count):
     else:
         shares_read = [0]
     kept_rows = count["tokens"] / (seq_len - 1)
-    for limit, n in ((max_docs, "read"), (max_tokens, "tokens_read")):
+    limits = ((max_docs, "read"), (max_tokens, "tokens_read"), (hub_limit(), "tokens_read"))
+    for limit, n in limits:
         if limit > 0:
             shares_read.append(count[n] / limit)
     if max_rows > 0:
@@ -757,6 +829,17 @@ def print_summary(count, journal, goal, seconds):
             print(f"from        {name}: {part['read']} read, {part['kept']} kept, {size}")
     print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
+    if not pack:
+        print(f"            {1 - count['filled']:.1%} of them is padding, and what begins a record")
+    if count["cut"]:
+        long = f"{count['cut']} records were longer than a row, and cut"
+        print(
+            f"WARNING: {long}: {count['cut_tokens']:,} tokens are lost; --seq_len=512 has more room"
+        )
+    if count["unknown"]:
+        share = count["unknown"] / count["tokens_read"]
+        print(f"WARNING: {count['unknown']:,} tokens ({share:.2%}) are not in {vocab_file}: [UNK]")
+    print(f"to train    --data_dir={data_dir} --vocab_size={vocab_size} --seq_len={seq_len}")
     for line in good_for(count["rows"] * seq_len):
         print(f"ten passes  {line}")
     print(f"written     {goal} in {seconds:.1f} s")
@@ -775,14 +858,21 @@ def print_summary(count, journal, goal, seconds):
 
 
 def main():
+    global vocab_size, normalisation
     start = time.perf_counter()
+    least, orders = 260, ("shuffle", "curriculum")  # a trained vocabulary has all bytes
+    if vocab_file:  # its tokens are spelt as the text is, and none need be a full stop
+        words = read_vocabulary(vocab_file)
+        vocab_size = len(words) + len(SPECIAL_OR_UNKNOWN)
+        normalisation = "none"
+        least, orders = 6, ("shuffle",)
     # fmt: off
     require(globals(), {
-        "vocab_size": (260, 65536), "vocab_sample_mb": (1, 4000), "seq_len": (8, 65536),
+        "vocab_size": (least, 65536), "vocab_sample_mb": (1, 4000), "seq_len": (8, 65536),
         "filter_ratio": (-1, 10), "val_share": (1e-9, 0.5), "val_tokens": (seq_len, 10**8),
         "threads": (0, 4096), "normalisation": ("ascii", "plain", "none"),
         "documents": ("paragraphs", "lines"),
-        "order": ("shuffle", "curriculum"),
+        "order": orders,
     })
     # fmt: on
     found = find_sources()
@@ -801,6 +891,8 @@ def main():
     for name in ("data_dir", "threads", "accept_partial"):
         del wanted[name]
     wanted["files"] = [[path, os.path.getsize(path)] for path in paths]
+    if vocab_file:
+        wanted["vocabulary"] = text_hash("\n".join(words))
 
     with safety.lock(safety.lock_file(goal)):
         folder, journal = begin_folder(goal, wanted)
@@ -815,15 +907,16 @@ def main():
             write_journal(folder, journal)
         tokenizer = Tokenizer(folder / "tokenizer.json")
         # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
-        full_stop = tokenizer.encoding.encode_single_token(".")
-        first = full_stop if order == "curriculum" else None
-        so_far = Partial(folder, journal, seq_len, first)
+        first = None
+        if order == "curriculum":
+            first = tokenizer.encoding.encode_single_token(".")
+        so_far = Partial(folder, journal, seq_len, first, pack)
         if not journal["all_read"]:
             read_all(files, share, so_far)
             journal["all_read"] = True
         count = so_far.count
-        finish_counts(count)
         so_far.finish()
+        finish_counts(count, folder)
         count["unread_files"] = len(journal["errors"])
         meta = {"vocab_size": vocab_size, "seq_len": seq_len, "dtype": "uint16"}
         meta |= {"filter_threshold": filter_threshold(), "complete": not journal["errors"]}

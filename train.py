@@ -106,7 +106,15 @@ import torch
 
 from model import MaskedLM, ModelConfig, make_loss
 from nanocram import checkpoint, fit, machine, model_folder, parallel, record, safety
-from nanocram.data import IGNORE, Rows, held_out, load_meta
+from nanocram.data import (
+    IGNORE,
+    Rows,
+    held_out,
+    is_packed,
+    load_meta,
+    record_numbers,
+    spare_padding,
+)
 from nanocram.muon import Muon
 from nanocram.offload import Streamed, plan_memory
 from nanocram.tokenizer import MASK, Tokenizer
@@ -233,12 +241,13 @@ class Run:
     """What main() has built, for the functions below."""
 
     model: MaskedLM
-    loss_fn: Callable  # (ids, positions, labels) -> nats, summed over the labels ...
+    loss_fn: Callable  # of what batch_at() returns -> nats, summed over the labels ...
     eager_loss_fn: Callable  # ... and what it was before it was compiled
     optimizers: list
     scaler: torch.amp.GradScaler
     rows: Rows  # the training data, as it comes to the device
     meta: dict  # meta.json of the data
+    packed: bool  # whether its rows are one stream without padding, or whole records
     state: State
     clock: Clock
     padded_counts: list  # the shapes of masks to compile, as padded_counts() has them
@@ -252,17 +261,21 @@ class Run:
     next_save: float = 0.0  # ... and when it may save again, by time.monotonic()
 
 
-def draw_masks(rows, n_positions, n_predict):
+def draw_masks(rows, n_positions, n_predict, packed=True):
     """(ids, positions, labels) of rows (B, T): n_predict of each row's tokens are to be predicted.
 
     Positions (B, K = n_positions) are uniform without replacement from 1 to T − 1: [CLS], at 0, is
     never chosen, [SEP] may be. The first n_predict have labels, the rest is padding. Of those with
-    labels, mask_token_share become [MASK] and random_token_share a random token."""
+    labels, mask_token_share become [MASK] and random_token_share a random token. Rows of whole
+    records, not packed, have labels by the share of them that is no padding, nor any [CLS]."""
     B, T = rows.shape
-    # The K largest of T − 1 random numbers: K places without replacement, in random order.
-    positions = torch.rand(B, T - 1, device=rows.device).topk(n_positions).indices + 1  # (B, K)
-    tokens = rows.gather(1, positions)
+    scores = torch.rand(B, T - 1, device=rows.device)
     order = torch.arange(n_positions, device=rows.device)
+    if not packed:
+        scores, order = spare_padding(rows, scores, order)
+    # The K largest of T − 1 random numbers: K places without replacement, in random order.
+    positions = scores.topk(n_positions).indices + 1  # (B, K)
+    tokens = rows.gather(1, positions)
     n_mask = round(n_predict * mask_token_share)
     replaced = torch.where(order < n_mask, MASK, tokens)
     if random_token_share:
@@ -277,6 +290,7 @@ def draw_masks(rows, n_positions, n_predict):
 def batch_at(run, first_row, n_predict):
     """(ids, positions, labels) of the micro-batch from first_row on, n_predict labels in each row.
 
+    Of rows of whole records it is (ids, positions, labels, records): attention stays inside each.
     torch's generator, which masks and dropout are drawn from, is seeded anew by (seed, first_row).
     So no random state is in a checkpoint: a micro-batch of the same first row, size and n_predict
     is masked alike on any rank and after any resume."""
@@ -286,7 +300,8 @@ def batch_at(run, first_row, n_predict):
     # Padded to one of three shapes, so that torch compiles these and not twenty. The default is for
     # a mask_count() of yours whose peak lies between the points that padded_counts() samples.
     n_positions = min((n for n in run.padded_counts if n >= n_predict), default=n_predict)
-    return draw_masks(rows, n_positions, n_predict)
+    batch = draw_masks(rows, n_positions, n_predict, run.packed)
+    return batch if run.packed else (*batch, record_numbers(rows))
 
 
 def build_optimizers(named):
@@ -335,6 +350,9 @@ def train_step(run, progress):
     n_rows = batch_rows(progress)
     n_predict = mask_count(progress)
     lr_share = lr_scale(progress)
+    n_labels = n_rows * n_predict
+    if not run.packed:  # in the mean: padding has none
+        n_labels *= run.meta["counts"]["filled"]
 
     # Forward and backward: every rank takes its share of the step's micro-batches. Gradients add up
     # in .grad, so each loss is divided by what the whole step predicts.
@@ -342,8 +360,8 @@ def train_step(run, progress):
     starts = range(state.row, state.row + n_rows, state.micro_batch)
     with fit.together():  # where memory runs out, all ranks leave the step here
         for row in starts[parallel.RANK :: parallel.WORLD]:
-            ids, positions, labels = batch_at(run, row, n_predict)
-            loss = run.loss_fn(ids, positions, labels) / (n_rows * n_predict)
+            batch = batch_at(run, row, n_predict)
+            loss = run.loss_fn(*batch) / n_labels
             run.scaler.scale(loss).backward()
             total_loss += loss.detach()
             # A GPU is still busy with this micro-batch while the next is read and queued.
@@ -507,6 +525,7 @@ def build(config, meta, rows, dev, amp_dtype):
         scaler=scaler,
         rows=rows,
         meta=meta,
+        packed=is_packed(meta),
         state=state,
         clock=Clock(state),  # main() starts another one when the budget begins
         padded_counts=counts,
@@ -549,7 +568,7 @@ def set_up(run, log, held_out_rows, signals):
     fit.compile_and_fit(run, rehearsal, must_compile=is_long(), signals=signals)
     if settings_in_use(run) != asked:
         log.write_facts(settings_in_use(run))
-    run.held_out_sets = held_out(held_out_rows, state.micro_batch)
+    run.held_out_sets = held_out(held_out_rows, state.micro_batch, run.packed)
     micro_batches = batch_rows(0) // state.micro_batch
     if micro_batches % parallel.WORLD:
         ranks = f"{parallel.WORLD} ranks, {micro_batches} micro-batches"
@@ -598,7 +617,7 @@ def rehearse(run, held_out_rows):
         forward_and_backward(n_predict)
     if parallel.RANK == 0:
         rows = held_out_rows[: run.state.micro_batch]
-        mean_loss(run, held_out(rows, run.state.micro_batch)[15])
+        mean_loss(run, held_out(rows, run.state.micro_batch, run.packed)[15])
 
 
 @torch.no_grad()

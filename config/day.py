@@ -8,7 +8,7 @@ in steps, so that other work on the machine changes no result.
 
 # prepare.py: the vocabulary of a small model; 190 MB of text make 52M tokens
 data_dir = "data/day"
-max_tokens = 60000000
+max_hub_tokens = 60000000
 vocab_size = 4096
 filter_ratio = 0.0
 

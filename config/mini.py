@@ -7,7 +7,7 @@ clock is the larger noise on a machine that is a fifth slower at times.
 
 # prepare.py: as config/small.py has it
 data_dir = "data/small"
-max_tokens = 50000000
+max_hub_tokens = 50000000
 vocab_size = 8192
 
 # train.py

@@ -6,7 +6,7 @@ learning is the day's, as train.py has it, but for the sizes, a constant batch a
 
 # prepare.py
 data_dir = "data/small"
-max_tokens = 50000000
+max_hub_tokens = 50000000
 vocab_size = 8192
 
 # train.py

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanocram.tokenizer import CLS, MASK, SEP
+from nanocram.tokenizer import CLS, MASK, PAD, SEP
 
 IGNORE = -100  # the label of a position that does not count, as in torch and transformers
 
@@ -107,28 +107,55 @@ def round_up(n, multiple):
     return (n + multiple - 1) // multiple * multiple
 
 
-def held_out(rows, batch):
+def is_packed(meta):
+    """Whether rows are cut from one stream, without padding; older data sets' are."""
+    return meta.get("settings", {}).get("pack", True)
+
+
+def record_numbers(rows):
+    """The number of each token's record, (B, T), in rows (B, T) of whole records; 0 at padding."""
+    return (rows == CLS).cumsum(1) * (rows != PAD)
+
+
+def spare_padding(rows, scores, order):
+    """(scores, order) by which padding and the [CLS] of records are never predicted.
+
+    rows (B, T) of whole records; scores (B, T − 1) choose places, the highest first; order (K,)
+    of the chosen becomes one of each row, (B, K): half a row of padding halves the labels."""
+    is_text = (rows != PAD) & (rows != CLS)
+    is_text = is_text[:, 1:]  # a row's first [CLS] has no score
+    share = is_text.float().mean(1, keepdim=True)
+    return scores.masked_fill(~is_text, -1.0), (order + 0.5) / share
+
+
+def held_out(rows, batch, packed=True):
     """{rate: [(ids, positions, labels), …]} of held-out rows (N, T), at rates of 15 and 25 %.
 
-    Both rates share positions and shapes: one compiled graph serves both. Rows without labels fill
-    up the last batch."""
+    Not packed, each has records too. Both rates share positions and shapes: one compiled graph
+    serves both. Rows without labels fill up the last batch."""
     N, T = rows.shape
     k = round(0.25 * T)
     # The masks of a row depend on its number and T alone: losses compare between runs of any recipe
     # with equal N.
     generator = torch.Generator().manual_seed(0)
-    places = [torch.rand(T - 1, generator=generator).topk(k).indices for _ in range(N)]
-    positions = torch.stack(places) + 1  # (N, k)
+    scores = torch.stack([torch.rand(T - 1, generator=generator) for _ in range(N)])
+    order = torch.arange(k)
+    if not packed:
+        scores, order = spare_padding(rows, scores, order)
+    positions = torch.stack([row.topk(k).indices for row in scores]) + 1  # (N, k)
     tokens = rows.gather(1, positions)
     batch = min(batch, N)
     filled = torch.arange(round_up(N, batch)) % N  # numbers of rows, a few repeated at the end
     sets = {}
     for rate in (15, 25):
-        kept = torch.arange(k) >= round(rate * T / 100)  # not masked at this rate
+        kept = order >= round(rate * T / 100)  # not masked at this rate
         ids = rows.scatter(1, positions, torch.where(kept, tokens, MASK))[filled]
         labels = tokens.masked_fill(kept, IGNORE)[filled]
         labels[N:] = IGNORE
-        parts = (x.split(batch) for x in (ids, positions[filled], labels))
+        tensors = [ids, positions[filled], labels]
+        if not packed:
+            tensors.append(record_numbers(rows)[filled])
+        parts = (x.split(batch) for x in tensors)
         sets[rate] = list(zip(*parts, strict=True))
     return sets
 

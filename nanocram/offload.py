@@ -145,7 +145,7 @@ class Streamed:
             block.forward = functools.partial(StreamedBlock.apply, self, i)
         model.forward = self.forward
 
-    def forward(self, *args):
+    def forward(self, *args, **named):
         self.twin.train(self.model.training)
         self.is_first = next(self.model.parameters()).grad is None
         if self.is_first:  # the weights may have changed
@@ -154,7 +154,7 @@ class Streamed:
                 group.sum_slot.holds = None
             self.resident.weight_slot.buffer.copy_(self.resident.weights, non_blocking=True)
             self.resident.sum_slot.buffer.zero_()
-        return self.twin(*args)
+        return self.twin(*args, **named)
 
     def compile(self, loss_fn):
         """loss_fn with compiled blocks, but in evaluations: a graph for each kind of block."""

@@ -17,10 +17,11 @@ from collections import Counter
 import numpy as np
 
 from nanocram import safety
-from nanocram.tokenizer import CLS
+from nanocram.tokenizer import CLS, PAD, SEP
 
 # Bounds on memory:
 CHUNK = 1 << 23  # tokens to collect before they are packed into rows
+OPEN = 64  # rows that a whole record may still get into
 BUCKETS = 128  # files that the rows go into, put in order one by one
 # Other:
 MOVED = 1 << 28  # bytes of rows that stand in two files while train.bin is written
@@ -37,6 +38,33 @@ def pack(pieces, length):
     return np.insert(rows, 0, CLS, axis=1), tokens[used:]
 
 
+def pack_whole(records, length, open_rows):
+    """Rows (n, length) of whole records: [CLS] record [CLS] record … and [PAD] to the end.
+
+    Each record, ids that end with [SEP], goes into the fullest of open_rows (lists of ids) where it
+    fits. Where it fits into none, and OPEN are open, the fullest is closed: it is one of the rows.
+    So rows depend on the order of all records, not on how they are shared out over calls."""
+    closed = []
+    for ids in records:
+        fits = [row for row in open_rows if len(row) + 1 + len(ids) <= length]
+        if fits:
+            row = max(fits, key=len)
+        else:
+            if len(open_rows) >= OPEN:
+                fullest = max(range(OPEN), key=lambda i: len(open_rows[i]))
+                closed.append(open_rows.pop(fullest))
+            row = []
+            open_rows.append(row)
+        row += [CLS, *ids.tolist()]
+    return padded(closed, length)
+
+
+def padded(rows, length):
+    """Lists of ids as an array (n, length), with [PAD] behind each."""
+    whole = [row + [PAD] * (length - len(row)) for row in rows]
+    return np.array(whole, np.uint16).reshape(-1, length)
+
+
 def write_journal(folder, journal):
     safety.write_text(folder / "journal.json", json.dumps(journal, indent=1))
 
@@ -44,10 +72,12 @@ def write_journal(folder, journal):
 class Partial:
     """A data set that is being written into a folder, from where its journal says on.
 
-    full_stop: the token of which the first rows have most; None: rows are shuffled."""
+    full_stop: the token of which the first rows have most; None: rows are shuffled.
+    packed: rows are cut from one stream of tokens; else they hold whole records."""
 
-    def __init__(self, folder, journal, seq_len, full_stop=None):
+    def __init__(self, folder, journal, seq_len, full_stop=None, packed=True):
         self.folder, self.journal = folder, journal
+        self.packed = packed
         self.seq_len, self.full_stop = seq_len, full_stop
         count = journal["counts"]
         by_source = {name: Counter(part) for name, part in count["sources"].items()}
@@ -58,8 +88,10 @@ class Partial:
         self.joined = set()  # names of buckets that stand in train.bin by now
 
         self.cut_back()
-        self.kept = [np.array(journal["rest"], np.uint16)]  # ids that are not in rows yet
-        self.n_kept = len(journal["rest"])
+        # What is not in rows yet: ids, or rows of whole records that have room for more.
+        self.kept = [np.array(journal["rest"], np.uint16)] if packed else []
+        self.open_rows = [] if packed else journal["rest"]
+        self.n_kept = sum(map(len, self.kept))
         self.held_out = []  # ids, as many as there are new ones
         self.new_keys = {"held_out-keys": [], "seen-keys": []}
         self.keys = {name: set(self.read(name, np.uint64).tolist()) for name in self.new_keys}
@@ -98,15 +130,14 @@ class Partial:
 
     def flush(self):
         """Append what was taken to the files; rows go to the buckets, in the order set."""
-        rows, rest = pack(self.kept, self.seq_len)
-        if self.full_stop is None:
-            bucket = self.rng.integers(BUCKETS, size=len(rows))
+        if self.packed:
+            rows, rest = pack(self.kept, self.seq_len)
+            self.kept = [rest]
         else:
-            n_stops = (rows == self.full_stop).sum(axis=1)
-            bucket = np.maximum(BUCKETS - 1 - n_stops, 0)  # the first ones have most full stops
-        for i in np.unique(bucket):
-            self.append(f"bucket-{i:03}", rows[bucket == i])
-        self.kept, self.n_kept = [rest], len(rest)
+            rows = pack_whole(self.kept, self.seq_len, self.open_rows)
+            self.kept = []
+        self.n_kept = sum(map(len, self.kept))
+        self.put_into_buckets(rows)
         if self.held_out:
             self.append("held_out-tokens", np.concatenate(self.held_out))
             self.held_out = []
@@ -114,6 +145,15 @@ class Partial:
             if keys:
                 self.append(name, np.array(keys, np.uint64))
                 keys.clear()
+
+    def put_into_buckets(self, rows):
+        if self.full_stop is None:
+            bucket = self.rng.integers(BUCKETS, size=len(rows))
+        else:
+            n_stops = (rows == self.full_stop).sum(axis=1)
+            bucket = np.maximum(BUCKETS - 1 - n_stops, 0)  # the first ones have most full stops
+        for i in np.unique(bucket):
+            self.append(f"bucket-{i:03}", rows[bucket == i])
 
     def save(self):
         """Write the journal, behind the bytes that it speaks of."""
@@ -126,7 +166,8 @@ class Partial:
             if sizes[path.name] != known.get(path.name):
                 with open(path, "r+b") as f:
                     os.fsync(f.fileno())
-        self.journal |= {"sizes": sizes, "counts": self.count, "rest": self.kept[0].tolist()}
+        rest = self.kept[0].tolist() if self.packed else self.open_rows
+        self.journal |= {"sizes": sizes, "counts": self.count, "rest": rest}
         self.journal["rng"] = self.rng.bit_generator.state
         write_journal(self.folder, self.journal)
         self.saved = time.monotonic()
@@ -158,8 +199,17 @@ class Partial:
     def finish(self):
         """Write train.bin and val.bin; what led to them stays, for the journal speaks of it."""
         self.flush()
+        self.put_into_buckets(padded(self.open_rows, self.seq_len))
+        self.open_rows = []
         self.join_buckets()
-        rows, _ = pack([self.read("held_out-tokens", np.uint16)], self.seq_len)
+        held_out = self.read("held_out-tokens", np.uint16)
+        if self.packed:
+            rows, _ = pack([held_out], self.seq_len)
+        else:
+            open_rows = []
+            records = np.split(held_out, np.flatnonzero(held_out == SEP) + 1)[:-1]
+            closed = pack_whole(records, self.seq_len, open_rows)
+            rows = np.concatenate([closed, padded(open_rows, self.seq_len)])
         # A generator of its own: val.bin depends on nothing but the held-out documents.
         shuffled = np.random.default_rng(0).permutation(rows)
         (self.folder / "val.bin").write_bytes(shuffled)

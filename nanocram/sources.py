@@ -18,7 +18,8 @@ from nanocram import safety
 
 KINDS = {".parquet": "parquet"}
 for packed in ("", ".gz", ".zst"):
-    KINDS |= {".txt" + packed: "text", ".jsonl" + packed: "json", ".json" + packed: "json"}
+    KINDS |= {".txt" + packed: "text", ".log" + packed: "text"}
+    KINDS |= {".jsonl" + packed: "json", ".json" + packed: "json"}
 HUB = "hf://"  # how the address of a file of the Hub begins
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
 # Each block is two requests; the Hub allows an address a few thousand in five minutes.

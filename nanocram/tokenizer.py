@@ -1,5 +1,7 @@
 """Text to token ids and back: one normalisation, one byte-level BPE, one file with two readers.
 
+A vocabulary that a user has, one token a line, takes their place: words, or single characters.
+
 The tokenizers library trains the vocabulary and defines tokenizer.json: transformers loads it with
 no code of ours. tiktoken reads the same file and is several times faster, so the scripts use that.
 The ids are equal on any text but one that spells a special token: there transformers makes that
@@ -15,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-PAD, CLS, SEP, MASK = range(4)
+PAD, CLS, SEP, MASK, UNK = range(5)  # [UNK] is in vocabularies of a user alone
 MODES = ("ascii", "plain", "none")  # see normalise()
 SPECIAL = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[MASK]": MASK}
+SPECIAL_OR_UNKNOWN = SPECIAL | {"[UNK]": UNK}
 
 # Words, groups of at most two digits, punctuation, white space. Each run is bounded, since tiktoken
 # fails on one of 10^6 spaces.
@@ -27,6 +30,8 @@ PATTERN = r" ?[\p{L}\p{M}]{1,24}| ?\p{N}{1,2}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8
 # must agree on every string, so the rules name their characters one by one: \s and \w mean
 # different things to different regex engines. SPACE is what str.split() splits at.
 SPACE = "[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
+# Where the tokenizers library ends a word: Python's str.split() also does at \x1c to \x1f.
+NO_SPACE = "[^" + SPACE[1:-2].replace("\x1c-\x20", "\x20") + "]+"
 BEFORE_PUNCTUATION = r" (?=[!-/:-@\[-`{-~])"
 NOT_ASCII = "[^\x00-\x7f]{1,16}"  # bounded, so that the cache of to_ascii() is
 # Typographic characters become the ASCII ones they stand for; the paper's code deletes them. Of the
@@ -94,6 +99,14 @@ def normaliser_steps(mode):
     return {"type": "Sequence", "normalizers": steps}
 
 
+def template():
+    """The post-processor that puts [CLS] and [SEP] around one text or two."""
+    from tokenizers import processors
+
+    single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
+    return processors.TemplateProcessing(single, pair, [("[CLS]", CLS), ("[SEP]", SEP)])
+
+
 def train_tokenizer(texts, size, mode, folder):
     """Train byte-level BPE of size entries; write tokenizer.json and tokenizer_config.json.
 
@@ -111,10 +124,7 @@ def train_tokenizer(texts, size, mode, folder):
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), *strip])
     offsets = processors.ByteLevel(add_prefix_space=prefixed, trim_offsets=True, use_regex=False)
-    single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
-    special = [("[CLS]", CLS), ("[SEP]", SEP)]
-    template = processors.TemplateProcessing(single, pair, special)
-    tokenizer.post_processor = processors.Sequence([offsets, template])
+    tokenizer.post_processor = processors.Sequence([offsets, template()])
     options = {"initial_alphabet": byte_level.alphabet(), "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), **options)
     tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
@@ -139,15 +149,84 @@ def train_tokenizer(texts, size, mode, folder):
     spec["added_tokens"][MASK]["lstrip"] = not prefixed
     text = json.dumps(spec, ensure_ascii=False)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    write_config(folder, SPECIAL)
 
+
+def write_config(folder, special):
+    """Write tokenizer_config.json, which tells transformers what the special tokens are for."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": False,
     }
-    config |= {token.strip("[]").lower() + "_token": token for token in SPECIAL}
+    config |= {token.strip("[]").lower() + "_token": token for token in special}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def read_vocabulary(path):
+    """The tokens of a file, one a line; exits with one line where they cannot be a vocabulary."""
+    try:
+        content = Path(path).read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as e:
+        sys.exit(f"{path}: {e}: --vocab_file is to name a file of tokens, in UTF-8, one a line")
+    lines = [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")]
+    first = {}  # {token: number of its line}
+    for number, token in enumerate(lines, 1):
+        here = f"{path}, line {number}:"
+        if not token:
+            sys.exit(f"{here} is empty: take it out")
+        if re.fullmatch(NO_SPACE, token) is None:
+            sys.exit(f"{here} {token!r:.60} has white space in it, at which text is split")
+        if token in SPECIAL_OR_UNKNOWN:
+            sys.exit(f"{here} {token} is in every vocabulary: take it out")
+        if token in first:
+            sys.exit(f"{here} {token!r:.60} stands on line {first[token]} already: take one out")
+        first[token] = number
+    most = 65536 - len(SPECIAL_OR_UNKNOWN)
+    if len(lines) > most:
+        sys.exit(f"{path} has {len(lines)} tokens: give {most} at most")
+    return lines
+
+
+def write_vocabulary(tokens, folder):
+    """Write tokenizer.json and tokenizer_config.json of a vocabulary that is given, not trained.
+
+    Text is split at white space and each word looked up; where all tokens are single characters,
+    as amino acids are, each character is. What is not there becomes [UNK]."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    numbers = {token: i for i, token in enumerate([*SPECIAL_OR_UNKNOWN, *tokens])}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
+    split = [pre_tokenizers.WhitespaceSplit()]
+    if max(map(len, tokens)) == 1:
+        split.append(pre_tokenizers.Split(Regex("."), "isolated"))
+        tokenizer.decoder = decoders.Fuse()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.post_processor = template()
+    tokenizer.add_special_tokens(list(SPECIAL_OR_UNKNOWN))
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    write_config(folder, SPECIAL_OR_UNKNOWN)
+
+
+class Words:
+    """What tiktoken's Encoding is for a trained vocabulary, for one that was given."""
+
+    def __init__(self, numbers, by_character):
+        self.between = "" if by_character else " "
+        self.by_character = by_character
+        self.names = {i: token for token, i in numbers.items()}
+        self.numbers = {t: i for t, i in numbers.items() if t not in SPECIAL_OR_UNKNOWN}
+        self.n_vocab = len(numbers)
+
+    def encode_to_numpy(self, text, disallowed_special=()):
+        found = re.findall(NO_SPACE, text)
+        if self.by_character:
+            found = "".join(found)
+        return np.array([self.numbers.get(token, UNK) for token in found], np.uint32)
+
+    def decode(self, ids):
+        return self.between.join(self.names[i] for i in ids)
 
 
 class Tokenizer:
@@ -161,6 +240,11 @@ class Tokenizer:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
             known = [mode for mode in MODES if normaliser_steps(mode) == spec["normalizer"]]
             self.mode = known[0]
+            if spec["model"]["type"] == "WordLevel":
+                by_character = len(spec["pre_tokenizer"]["pretokenizers"]) == 2
+                self.encoding = Words(spec["model"]["vocab"], by_character)
+                self.vocab_size = self.encoding.n_vocab
+                return
             split = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]
             if split != {"Regex": PATTERN}:  # many files of others have no normaliser either
                 raise ValueError("its words are split otherwise")

@@ -242,10 +242,20 @@ def write_kinds(folder, corpus):
     for name, text in (("e.jsonl.zst", lines), ("f.txt.zst", corpus.read_text())):
         with pyarrow.CompressedOutputStream(folder / name, "zstd") as f:
             f.write(text.encode())
+    (folder / "h.log").write_text(corpus.read_text())
     (folder / "g.json").write_text(json.dumps([{"body": text} for text in texts], indent=1))
 
 
-KINDS = ["a.txt.gz", "b.jsonl", "c.parquet", "d.jsonl.gz", "e.jsonl.zst", "f.txt.zst", "g.json"]
+KINDS = [
+    "a.txt.gz",
+    "b.jsonl",
+    "c.parquet",
+    "d.jsonl.gz",
+    "e.jsonl.zst",
+    "f.txt.zst",
+    "g.json",
+    "h.log",
+]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -482,6 +492,16 @@ def test_limits(tmp_path, corpus, prepare):
     assert everything["counts"]["read"] == 40
     assert short["tokens_read"] == short["tokens"] + short["val_tokens"]
     assert few["complete"]  # it was asked for
+
+
+def test_a_limit_for_the_hub_leaves_no_file_unread(
+    tmp_path, corpus, data_dir, prepare, monkeypatch
+):
+    prepare(tmp_path / "all", corpus, max_hub_tokens=10)
+    assert same(tmp_path / "all", data_dir)
+    put(monkeypatch, module, max_hub_tokens=10, source=f"{corpus},someone/texts")
+    assert module.limit_reached({"tokens_read": 10}) == "max_hub_tokens"
+    assert not module.limit_reached({"tokens_read": 9})
 
 
 def test_where_a_limit_ended_the_reading_of_files_is_told(prepare, two_sources, capsys):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanocram import machine, parallel
+from nanocram import machine, pairs, parallel
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
 from nanocram.safety import append_text, first_line, write_beside, write_text
@@ -317,6 +317,12 @@ class Log:
         self.say(f"{clock.elapsed():.0f} s: {parts}")
         for sentence in sentences:
             self.guess(sentence)
+        shares = pairs.score(self.run.model, self.tokenizer, self.run.device) if sentences else {}
+        if shares:
+            mean = f"{sum(shares.values()) / len(shares):.0%}"
+            weakest = sorted(shares, key=shares.get)[:3]
+            least = ", ".join(f"{name} {shares[name]:.0%}" for name in weakest)
+            self.say(f"grammar: {mean} of pairs right, where guessing has 50 %; least {least}")
         drawn = (self.folder / "loss.png").exists()
         picture = "loss.png" if drawn else "no loss.png (pip install matplotlib draws one)"
         files = "model.safetensors and config.json (the model), log.csv, run.json, ckpt.pt"

@@ -4,6 +4,7 @@ from dataclasses import asdict, fields
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import ROOT, model_config
 from hypothesis import given, settings
@@ -13,7 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from model import CHOICES, Classifier, MaskedLM, ModelConfig, mixed_precision
+from model import (
+    CHOICES,
+    Classifier,
+    CrossEntropy,
+    MaskedLM,
+    ModelConfig,
+    attend_by_products,
+    make_loss,
+    mixed_precision,
+)
 from nanocram.configurator import configure
 from nanocram.model_folder import load, not_native, save
 
@@ -219,15 +229,17 @@ def test_the_mean_is_of_the_rows_own_tokens(switches):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_block_gets_the_same_tables_and_mask(dtype):
-    """Cast once a pass; a boolean mask in its place gives the same, to the bit."""
+    """Cast once a pass; a boolean mask in its place gives SDPA the same, to the bit."""
     model = random_model()
     ids, mask = batch()
     seen = []
 
     def boolean(block, args):
         seen.append(args)
-        x, rope, _, *rest = args
-        return (x, rope, mask.bool()[:, None, None], *rest)
+        x, rope, attn_bias, *rest = args
+        if dtype == torch.float32:
+            attn_bias = mask.bool()[:, None, None]
+        return (x, rope, attn_bias, *rest)
 
     with torch.no_grad(), mixed_precision(torch.device("cpu"), dtype):
         wanted = model(ids, attention_mask=mask)
@@ -236,7 +248,7 @@ def test_every_block_gets_the_same_tables_and_mask(dtype):
         assert torch.equal(model(ids, attention_mask=mask), wanted)
         model(ids)
     (_, rope, first, *_), *others = seen[:3]
-    assert first.dtype == torch.float32  # what attention computes in on a CPU
+    assert first.dtype == dtype
     assert [table.dtype for table in rope] == [dtype, dtype]
     for _, tables, again, *_ in others:
         assert again is first and all(a is b for a, b in zip(tables, rope, strict=True))
@@ -256,6 +268,80 @@ def test_one_graph_serves_all_batches_of_a_shape():
         for padding in (mask, mask.flip(0)):
             assert torch.equal(compiled(ids, None, padding), model(ids, None, padding))
     assert counter.frame_count == 2
+
+
+def relative_error(values, wanted):
+    return ((values.double() - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_by_products_is_torchs_in_float64(dtype, tolerance, padded):
+    torch.manual_seed(0)
+    tensors = [torch.randn(3, 2, n, 8, dtype=dtype) for n in (5, 17, 17)]
+    bias = None
+    if padded:
+        bias = torch.zeros(3, 1, 1, 17, dtype=dtype)
+        bias[1:, ..., 12:] = -torch.inf
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    wanted = F.scaled_dot_product_attention(*exact, bias.double() if padded else None)
+    wanted.sin().sum().backward()
+    for tensor in tensors:
+        tensor.requires_grad_()
+    got = attend_by_products(*tensors, bias, 0.0)
+    got.sin().sum().backward()
+    assert got.dtype == dtype
+    assert relative_error(got, wanted) < tolerance
+    for tensor, reference in zip(tensors, exact, strict=True):
+        assert relative_error(tensor.grad, reference.grad) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_the_loss_and_its_gradient_are_float64s(dtype, tolerance):
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 8, dtype=dtype, requires_grad=True)
+    logits = hidden @ torch.randn(8, 300, dtype=dtype)
+    labels = torch.randint(300, (40,))
+    labels[::7] = -100
+    exact = logits.detach().double().requires_grad_()
+    wanted = F.cross_entropy(exact, labels, reduction="sum")
+    (wanted / 35).backward()
+    seen = []
+    logits.register_hook(lambda grad: seen.append(grad.clone()))
+    loss = CrossEntropy.apply(logits, labels)
+    (loss / 35).backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(wanted.item(), rel=tolerance)
+    assert relative_error(seen[0], exact.grad) < tolerance
+    assert not seen[0][::7].any()
+
+
+def test_a_label_that_was_ruled_out_has_a_finite_loss():
+    logits = torch.tensor([[0.0, -200.0, 1.0]], requires_grad=True)
+    loss = CrossEntropy.apply(logits * 1, torch.tensor([1]))
+    loss.backward()
+    assert 80 < loss.item() < 201
+    assert logits.grad.tolist()[0] == pytest.approx([1 / (1 + math.e), -1, math.e / (1 + math.e)])
+
+
+@pytest.mark.parametrize("switches", [{}, {"decoder_bias": False, "head_transform": True}])
+def test_trained_evaluated_and_compiled_the_loss_is_one(switches):
+    model = random_model(**switches)
+    loss_fn = make_loss(model, torch.device("cpu"), torch.float32)
+    ids, _ = batch()
+    positions = torch.tensor([[1, 4, 7], [2, 3, 5], [1, 2, 3]])
+    labels = torch.tensor([[5, 6, -100], [7, 8, -100], [9, 10, -100]])
+    weights = list(model.parameters())
+    trained = loss_fn(ids, positions, labels)
+    gradients = torch.autograd.grad(trained, weights)
+    with torch.no_grad():
+        evaluated = loss_fn(ids, positions, labels)
+    compiled_fn = torch.compile(loss_fn, backend="aot_eager", fullgraph=True)
+    compiled = compiled_fn(ids, positions, labels)
+    assert trained.item() == pytest.approx(evaluated.item(), rel=1e-5)
+    assert trained.item() == pytest.approx(compiled.item(), rel=1e-5)
+    for ours, theirs in zip(gradients, torch.autograd.grad(compiled, weights), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 # Parts of our names, and transformers' for its BERT.

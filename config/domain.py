@@ -1,7 +1,8 @@
 """A BERT for 10M to 500M tokens of your own text on one GPU: 18M parameters as it is.
 
-It is to see the text some ten times. Neither the sizes nor the hours are measured on a GPU: by
-arithmetic, at 28 TFLOP/s of an RTX 3090, half of what it should reach in layers of 768 columns:
+It is to see the text some ten times. None of the three was trained, on a GPU or a CPU: what they
+would learn is not known. The hours are arithmetic, at 28 TFLOP/s of an RTX 3090, half of what it
+should reach in layers of 768 columns:
 
     tokens    behind the recipe, for train.py                         parameters    hours at least
     10M       --n_layer=6 --n_head=4 --n_embd=256 --n_inner=512       8M            0.03

@@ -126,7 +126,8 @@ def rehearse_beside_the_rest(run, rehearse):
         params = [p for group in o.param_groups for p in group["params"]]
         if not o.state:  # a resumed one has them already
             room += [torch.empty_like(p) for p in params for _ in range(moments)]
-    if run.device.type == "cuda":  # kernels take memory too, and other processes
+    # Kernels take memory too, and other processes; in mid-run they have theirs.
+    if run.device.type == "cuda" and run.held_out_sets is None:
         spare = torch.cuda.get_device_properties(run.device).total_memory // 20
         room.append(torch.empty(spare, dtype=torch.uint8, device=run.device))
     rehearse()

@@ -386,7 +386,7 @@ def train_step(run, progress):
     torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, norm)
 
     # The one time in a step that the CPU waits for its device: all before was only queued.
-    loss, grad_norm = torch.stack((total_loss, norm.to(total_loss.device))).tolist()
+    loss, grad_norm = torch.stack((total_loss.to(norm.device), norm)).tolist()
     if math.isfinite(loss) and math.isfinite(grad_norm):
         for o in run.optimizers:
             for group in o.param_groups:

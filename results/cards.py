@@ -50,8 +50,8 @@ GLUE_STEP_MOVED = 28 * PARAMETERS  # bytes: AdamW
 GLUE_LAUNCHES = 1_435  # a step (traced)
 HOST_SECONDS = 8e-6  # of Python and torch, for one of them (assumed)
 
-# What cards sustain (assumed, from public runs of models of this width): TFLOP/s, TB/s; GiB; and
-# the datasheet's TFLOP/s.
+# What cards sustain, all assumed: TFLOP/s in products of this width, TB/s; GiB; and the datasheet's
+# TFLOP/s.
 CARDS = {
     "H100 80 GB": (620, 2.8, 79.1, 989),
     "A100 80 GB": (240, 1.7, 79.1, 312),

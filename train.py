@@ -46,7 +46,7 @@ mask_token_share = 1.0          # share of those that become [MASK]; BERT's reci
 random_token_share = 0.0        # ... and 0.1 that become a random token; the rest stays
 # the optimiser: why these values, and what lost, is told in results/README.md
 optimizer = "muon"              # muon (on the blocks' matrices, AdamW on the rest) | adamw | adam
-muon_lr = 0.02                  # peak learning rate of Muon; public speed runs have 0.02 to 0.035
+muon_lr = 0.01                  # peak learning rate of Muon; 0.02 lost more the wider the model
 muon_weight_decay = 0.05        # decoupled, of Muon's matrices
 lr = 0.004                      # peak learning rate of AdamW, Adam; without Muon take 0.001
 weight_decay = 0.0              # of AdamW (decoupled) and Adam (coupled); the paper has 0.01

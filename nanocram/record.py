@@ -322,7 +322,8 @@ class Log:
             mean = f"{sum(shares.values()) / len(shares):.0%}"
             weakest = sorted(shares, key=shares.get)[:3]
             least = ", ".join(f"{name} {shares[name]:.0%}" for name in weakest)
-            self.say(f"English grammar: {mean} of pairs right, where guessing has 50 %; least {least}")
+            said = f"English grammar: {mean} of pairs right, where guessing has 50 %"
+            self.say(f"{said}; least {least}")
         drawn = (self.folder / "loss.png").exists()
         picture = "loss.png" if drawn else "no loss.png (pip install matplotlib draws one)"
         files = "model.safetensors and config.json (the model), log.csv, run.json, ckpt.pt"

@@ -28,7 +28,8 @@ micro_batch = 256       # rows, where they fit
 configure(globals())
 
 # A step, compiled for sm_90, as traced on a stubbed card, where kernels and sizes are real and no
-# number is: 2026-11-23, torch 2.13.0, commit 39a577b, less what rotating before the transpose saves.
+# number is: 2026-11-23, torch 2.13.0, commit 39a577b, less what the rotation's place
+# before the transpose saves.
 PRODUCTS = 583e6  # FLOP a token, in matrix products
 MOVED = 1_631e3 + 289e3  # bytes a token, by fused kernels and by flash attention
 SUMMED = 1.435e9  # bytes a micro-batch, by sums of gradients

@@ -103,6 +103,7 @@ OUTCOMES = ("held_out", "held_out_copies", "duplicates", "filtered", "empty", "k
 SIZES = ("tokens", "characters", "val_tokens", "val_characters", "tokens_read", "characters_read")
 # Records longer than a row, and what the rows lack of them; what vocab_file does not have.
 SIZES += ("cut", "cut_tokens", "unknown")
+NOT_COMPARED = ("data_dir", "threads", "accept_partial")  # settings that change no row
 
 
 def find_sources():
@@ -525,13 +526,16 @@ def check_vocabulary(texts, tokenizer):
     """Say which tokens of some texts a vocab_file lacks; exit where it lacks most."""
     missing, n_tokens = Counter(), 0
     for text in texts:
-        begin = text[:LOOKED_AT]
-        found = list(begin) if tokenizer.encoding.by_character else begin.split()
-        missing.update(found[i] for i in np.flatnonzero(tokenizer.encode(begin) == UNK))
+        found = tokenizer.encoding.split(text[:LOOKED_AT])
+        missing.update(token for token in found if token not in tokenizer.encoding.numbers)
         n_tokens += len(found)
     share = missing.total() / max(1, n_tokens)
     most = " ".join(token[:40] for token, _ in missing.most_common(5))
     said = f"{vocab_file} lacks {share:.2%} of the tokens, most of all {most}"
+    longest = max(tokenizer.encoding.numbers, key=len)
+    if share > 0.5 and len(longest) > 1:
+        how = f"since {longest!r} has more than one character, text is split at white space alone"
+        sys.exit(f"{said} ({how}): put them in, or leave --vocab_file out and have one trained")
     if share > 0.5:
         sys.exit(f"{said}: put them in, or leave --vocab_file out and have one trained")
     if missing:
@@ -566,10 +570,8 @@ def check_filter(texts, tokenizer):
     cut = np.maximum(np.array(lengths) - (seq_len - 2), 0).sum() / max(1, np.sum(lengths))
     if not pack and cut > 0.02:
         said = f"of records that are longer than a row {cut:.0%} of all tokens would be cut"
-        what = "a larger --seq_len, --documents=lines if each line is a record, or --pack=True"
-        if cut > 0.5:
-            sys.exit(f"{said}: type {what}")
-        print(f"WARNING: {said}: {what} keeps them")
+        lines = "" if documents == "lines" else ", --documents=lines if each line is a record"
+        print(f"WARNING: {said}: a larger --seq_len{lines}, or --pack=True keeps them")
     threshold = filter_threshold()
     dropped = np.mean(np.array(ratios) >= threshold) if threshold else 0.0
     said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
@@ -611,6 +613,7 @@ def begin_folder(goal, wanted):
         if (folder / name).exists():
             have, _ = read_settings(folder / name, folder)
             journal = json.loads((folder / name).read_text())
+            journal["counts"] = dict.fromkeys(SIZES, 0) | journal["counts"]
             if have == wanted:
                 return folder, journal
             if journal["counts"]["read"]:
@@ -628,7 +631,9 @@ def read_settings(path, folder):
     """(settings, whether all text was read) of a meta.json or journal; exits if it is broken."""
     try:
         found = json.loads(path.read_text())
-        return dict(found["settings"]), found.get("complete", not found["errors"])
+        # A setting that is newer than the data had its default.
+        newer = {name: value for name, value in SETTINGS.items() if name not in NOT_COMPARED}
+        return newer | found["settings"], found.get("complete", not found["errors"])
     except (ValueError, LookupError, TypeError, AttributeError):
         sys.exit(f"{path} is broken: delete {folder} or choose another --data_dir")
 
@@ -821,7 +826,7 @@ def print_summary(count, journal, goal, seconds):
         print(f"            and {blank} blank lines")
     not_utf8 = sum(place["not_utf8"] for place in journal["places"].values())
     if not_utf8:
-        into = "each wrong byte is U+FFFD now: iconv -t UTF-8 mends them"
+        into = "each wrong byte is U+FFFD now: iconv -f LATIN1 -t UTF-8 mends those of old files"
         print(f"WARNING: {not_utf8} documents were not all UTF-8: {into}")
     if len(count["sources"]) > 1:
         for name, part in count["sources"].items():
@@ -833,9 +838,8 @@ def print_summary(count, journal, goal, seconds):
         print(f"            {1 - count['filled']:.1%} of them is padding, and what begins a record")
     if count["cut"]:
         long = f"{count['cut']} records were longer than a row, and cut"
-        print(
-            f"WARNING: {long}: {count['cut_tokens']:,} tokens are lost; --seq_len=512 has more room"
-        )
+        lost = f"{count['cut_tokens']:,} tokens are lost"
+        print(f"WARNING: {long}: {lost}; a larger --seq_len has more room")
     if count["unknown"]:
         share = count["unknown"] / count["tokens_read"]
         print(f"WARNING: {count['unknown']:,} tokens ({share:.2%}) are not in {vocab_file}: [UNK]")
@@ -875,6 +879,8 @@ def main():
         "order": orders,
     })
     # fmt: on
+    if max_rows > 0 and not pack:
+        sys.exit("max_rows counts rows without padding: with --pack=False type --max_tokens=N")
     found = find_sources()
     share = shares(found)
     if filter_ratio < 0 and not filter_threshold():
@@ -888,7 +894,7 @@ def main():
     goal = Path(data_dir)
     # Two data sets with equal settings and files are equal.
     wanted = {name: globals()[name] for name in SETTINGS}
-    for name in ("data_dir", "threads", "accept_partial"):
+    for name in NOT_COMPARED:
         del wanted[name]
     wanted["files"] = [[path, os.path.getsize(path)] for path in paths]
     if vocab_file:

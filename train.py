@@ -259,6 +259,7 @@ class Run:
     held_out_sets: dict | None = None  # {15: batches, 25: batches}, once set_up() is through
     saved_steps: int = -1  # how many steps had been applied when this process saved last ...
     next_save: float = 0.0  # ... and when it may save again, by time.monotonic()
+    is_updating: bool = False  # whether the optimisers are changing weights
 
 
 def draw_masks(rows, n_positions, n_predict, packed=True):
@@ -388,10 +389,12 @@ def train_step(run, progress):
     # The one time in a step that the CPU waits for its device: all before was only queued.
     loss, grad_norm = torch.stack((total_loss.to(norm.device), norm)).tolist()
     if math.isfinite(loss) and math.isfinite(grad_norm):
+        run.is_updating = True  # an error that comes now leaves the weights half changed
         for o in run.optimizers:
             for group in o.param_groups:
                 group["lr"] = group["peak_lr"] * lr_share
             o.step()  # not scaler.step(): it waits for the device to learn what is known here
+        run.is_updating = False
         state.loss_sum += loss
         state.loss_count += 1
         state.consecutive_skips = 0
@@ -431,7 +434,7 @@ def loop(run, log, held_out_rows, signals):
             save(run, log)
 
         started = time.monotonic()
-        if not fit.has_room(train_step, run, progress):
+        if not fit.try_step(train_step, run, progress):
             shrink(run, log, held_out_rows, signals)
             continue
         state.step_seconds = time.monotonic() - started
@@ -491,6 +494,10 @@ def open_data(meta, dev):
     val_rows = Rows(data / "val.bin", counts["val_rows"], seq_len, vocab_size)
     held_out_rows = val_rows.read(0, min(val_rows.count, eval_rows))
     tokenizer = Tokenizer(data / "tokenizer.json")
+    if not is_packed(meta) and position_embedding != "rope":
+        print(
+            "WARNING: positions count from a row's start, not a record's: rope has no such trouble"
+        )
     if any(len(tokenizer.encode(sentence)) + 2 > max_seq_len for sentence in sentences()):
         sys.exit(f"samples: a sentence has more than {max_seq_len} tokens: type shorter --samples")
     return train_rows, held_out_rows, tokenizer
@@ -567,7 +574,7 @@ def set_up(run, log, held_out_rows, signals):
     rehearsal = partial(rehearse, run, held_out_rows)
     fit.compile_and_fit(run, rehearsal, must_compile=is_long(), signals=signals)
     if settings_in_use(run) != asked:
-        log.write_facts(settings_in_use(run))
+        log.update_facts(settings_in_use(run))
     run.held_out_sets = held_out(held_out_rows, state.micro_batch, run.packed)
     micro_batches = batch_rows(0) // state.micro_batch
     if micro_batches % parallel.WORLD:
@@ -585,16 +592,18 @@ def shrink(run, log, held_out_rows, signals):
 
     It has the same rows, but other masks: they are drawn for each micro-batch."""
     state = run.state
-    if state.micro_batch == 1:
-        raise MemoryError
-    state.micro_batch = fit.next_smaller(state.micro_batch)
-    smaller = f"going on with micro_batch={state.micro_batch}"
-    log.say(f"out of memory in step {state.step + 1:,}: saving, then {smaller}")
+    can_halve = state.micro_batch > 1
+    if can_halve:
+        state.micro_batch = fit.next_smaller(state.micro_batch)
+        smaller = f"going on with micro_batch={state.micro_batch}"
+        log.say(f"out of memory in step {state.step + 1:,}: saving, then {smaller}")
     fit.clear(run)
     parallel.check_equal(dict(run.model.named_parameters()))
     if parallel.RANK == 0:
         save(run, log)
-    log.write_facts(settings_in_use(run))
+    if not can_halve:
+        raise MemoryError
+    log.update_facts(settings_in_use(run))
     set_up(run, log, held_out_rows, signals)
 
 
@@ -734,16 +743,18 @@ def evaluate_and_log(run, log):
 def rescue(run, log, error):
     """Save where an error has left the weights sound; where memory ran out, say what to type.
 
-    They are after a SystemExit (train.bin has changed, a rank is gone) and an OSError (a disk fails
-    to read). Where ranks differ, after fifty skipped steps, where save() refuses, and after any
-    other error, probably a bug's, nothing is saved: the checkpoint before stands."""
+    They are after a SystemExit (train.bin has changed, a rank is gone), an OSError (a disk fails to
+    read) and a lack of memory, but in the optimisers' step. Where ranks differ, after fifty skipped
+    steps, where save() refuses, and after any other error, probably a bug's, nothing is saved: the
+    checkpoint before stands."""
     log.close_bar()
-    if safety.is_out_of_memory(error):
-        sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")
+    is_full = safety.is_out_of_memory(error)
     is_set_up = run.held_out_sets is not None
     keeps = isinstance(error, SystemExit | OSError) and not isinstance(error, parallel.Apart)
-    if parallel.RANK == 0 and is_set_up and keeps:
+    if parallel.RANK == 0 and is_set_up and (keeps or is_full) and not run.is_updating:
         save(run, log)
+    if is_full:
+        sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")
 
 
 def finish(run, log, is_over):

@@ -35,8 +35,10 @@ def together():
         raise NoRoom(TOO_LARGE)
 
 
-def has_room(step, *args):
-    """Whether there was memory for step(*args), and it was taken."""
+def try_step(step, *args):
+    """Take step(*args), and return whether there was memory for it.
+
+    It returns before anything else is done: an exception keeps what its frames hold."""
     try:
         step(*args)
     except NoRoom:

@@ -124,13 +124,13 @@ def check_equal(weights):
     if WORLD == 1:
         return
     sums = torch.stack([weight.view(torch.int32).sum() for weight in weights.values()]).cpu()
-    largest = torch.cat((sums, -sums))
-    all_reduce([largest], "MAX")
-    most, minus_least = largest.chunk(2)
+    most_and_least = torch.cat((sums, -sums))  # the largest of -x is minus the smallest of x
+    all_reduce([most_and_least], "MAX")
+    most, minus_least = most_and_least.chunk(2)
     names = list(weights)
     differing = [names[i] for i in (most != -minus_least).nonzero().flatten().tolist()]
     if differing:
-        which = f"{differing[0]} and {len(differing) - 1} more of {len(names)} weights"
+        which = f"{len(differing)} of {len(names)} weights, {differing[0]} first"
         why = "cards of several kinds, or one that computes wrongly"
         then = "the last checkpoint stands, --init=resume goes on from it"
         raise Apart(f"ranks differ in {which} ({why}); nothing is saved: {then}")

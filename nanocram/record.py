@@ -193,6 +193,13 @@ class Log:
                 f"with {why} this is no ModernBERT: model_folder.load() reads it, not transformers"
             )
 
+    def update_facts(self, settings):
+        """write_facts(); a disk that is full does not end the run."""
+        try:
+            self.write_facts(settings)
+        except OSError as e:
+            self.say(f"WARNING: cannot write run.json, it stands as it was: {e}")
+
     def write_facts(self, settings):
         """Write run.json: the settings, what they make, the text, the machine."""
         if self.is_silent:
@@ -317,7 +324,9 @@ class Log:
         self.say(f"{clock.elapsed():.0f} s: {parts}")
         for sentence in sentences:
             self.guess(sentence)
-        shares = pairs.score(self.run.model, self.tokenizer, self.run.device) if sentences else {}
+        shares = {}
+        if sentences and self.tokenizer.mode == "ascii":  # of other normalisations are other texts
+            shares = pairs.score(self.run.model, self.tokenizer, self.run.device)
         if shares:
             mean = f"{sum(shares.values()) / len(shares):.0%}"
             weakest = sorted(shares, key=shares.get)[:3]

@@ -104,12 +104,15 @@ def is_out_of_memory(error):
     return not is_system and any(words in repr(error).lower() for words in OUT_OF_MEMORY)
 
 
+# What CUDA says where a card has fallen off the bus, or its memory fails.
+DEVICE_GONE = ("ECC", "hardware", "unspecified launch failure", "unknown error", "is/are busy")
+
+
 def is_device_gone(error):
     """Whether an exception tells of a GPU that answers no call any more.
 
-    An assert of a kernel is none: it tells of a bug, such as an index beyond a table."""
-    words = str(error)
-    return "CUDA error" in words and "device-side assert" not in words
+    Others of CUDA's, such as an illegal address, tell of a bug, and keep their traceback."""
+    return "CUDA error" in str(error) and any(words in str(error) for words in DEVICE_GONE)
 
 
 class Unbreakable:

@@ -285,6 +285,9 @@ def read_texts(path, column, start=0, by_line=False):
         if kind == "json":
             texts = json_texts(content, column)
         else:
+            content = io.BufferedReader(content) if not hasattr(content, "peek") else content
+            if content.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                raise OSError("it is UTF-16: iconv -f UTF-16 -t UTF-8 makes it text")
             texts = split_documents(as_text(content), by_line)
         for text in itertools.islice(texts, start, None):
             yield text, file.tell() / max(1, size)

@@ -219,11 +219,13 @@ class Words:
         self.numbers = {t: i for t, i in numbers.items() if t not in SPECIAL_OR_UNKNOWN}
         self.n_vocab = len(numbers)
 
+    def split(self, text):
+        """The tokens of a text, known or not."""
+        words = re.findall(NO_SPACE, text)
+        return list("".join(words)) if self.by_character else words
+
     def encode_to_numpy(self, text, disallowed_special=()):
-        found = re.findall(NO_SPACE, text)
-        if self.by_character:
-            found = "".join(found)
-        return np.array([self.numbers.get(token, UNK) for token in found], np.uint32)
+        return np.array([self.numbers.get(token, UNK) for token in self.split(text)], np.uint32)
 
     def decode(self, ids):
         return self.between.join(self.names[i] for i in ids)

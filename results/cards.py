@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from nanocram.configurator import configure
+from nanocram.configurator import configure, require
 
 # fmt: off
 tflops = 0.0            # TFLOP/s that your card sustains in products of 768 columns; 0 = the table
@@ -26,6 +26,10 @@ link_gb_per_s = 400.0   # GB/s that a sum over the cards moves through each one'
 micro_batch = 256       # rows, where they fit
 # fmt: on
 configure(globals())
+require(globals(), {"tflops": (0, 1e6), "tb_per_s": (0, 1e6), "gb": (0, 1e6), "cards": (1, 10**6)})
+require(globals(), {"link_gb_per_s": (0.001, 1e6), "micro_batch": (1, 2**20)})
+if len({tflops > 0, tb_per_s > 0, gb > 0}) > 1:
+    sys.exit("a card has --tflops, --tb_per_s and --gb: type all three")
 
 # A step, compiled for sm_90, as traced on a stubbed card, where kernels and sizes are real and no
 # number is: 2026-11-23, torch 2.13.0, commit 39a577b, less what the rotation's place

@@ -170,7 +170,7 @@ def test_another_schedule(fork):
 def test_an_auxiliary_loss(fork):
     """The z-loss: 1e-2 · log² Z for each predicted token, about 0.4 at a uniform start."""
     _, _, plain, _ = fork.train(out_dir="plain")
-    old = "        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()"
+    old = "        return cross_entropy(logits.flatten(0, 1), labels.flatten())"
     fork.edit(
         "model.py",
         old,
@@ -211,7 +211,7 @@ def test_a_new_column_of_the_log(fork):
 
 def test_another_masking(fork):
     """Whole spans: the masked tokens of a row stand side by side."""
-    old = "torch.rand(B, T - 1, device=rows.device).topk(n_positions).indices + 1"
+    old = "scores.topk(n_positions).indices + 1"
     new = "torch.randint(1, T - n_positions, (B, 1)) + torch.arange(n_positions)"
     fork.edit("train.py", old, new)
     _, _, rows, _ = fork.train()

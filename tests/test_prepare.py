@@ -573,6 +573,24 @@ def test_a_finished_set_is_kept(corpus, data_dir, prepare, capsys):
     assert before == {path.name: path.stat().st_mtime_ns for path in data_dir.iterdir()}
 
 
+def test_data_older_than_a_setting_have_its_default(tmp_path, corpus, data_dir, prepare):
+    folder = shutil.copytree(data_dir, tmp_path / "data")
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["settings"]["pack"], meta["settings"]["vocab_file"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(SystemExit) as end:
+        prepare(folder, corpus)
+    assert end.value.code == 0
+    with pytest.raises(SystemExit, match="was made with pack=True: delete it"):
+        prepare(folder, corpus, pack=False)
+
+
+def test_utf_16_is_told(tmp_path, corpus, prepare):
+    (tmp_path / "log.txt").write_text(corpus.read_text(), encoding="utf-16")
+    with pytest.raises(SystemExit, match="iconv -f UTF-16"):
+        prepare(tmp_path / "data", str(tmp_path / "log.txt"))
+
+
 def test_a_question_mark_stands_for_a_comma_in_a_name(tmp_path, corpus, data_dir, prepare):
     shutil.copy(corpus, tmp_path / "one, two.txt")
     prepare(tmp_path / "out", f"{tmp_path}/one? two.txt")
@@ -673,6 +691,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"vocab_size": 70000}, "vocab_size=70000 cannot work"),
         ({"threads": -1}, "threads=-1 cannot work"),
         ({"vocab_sample_mb": 0}, "vocab_sample_mb=0 cannot work"),
+        ({"max_rows": 9, "pack": False}, "with --pack=False type --max_tokens=N"),
         ({"order": "random"}, "order=random cannot work: it must be shuffle or curriculum"),
         ({"data_dir": "linked"}, "is a link or a mount point: name a folder in it"),
         ({"data_dir": "dangling"}, "is a link or a mount point: name a folder in it"),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, pipeline
 
+import prepare
 from nanocram.data import load_meta
 from nanocram.tokenizer import CLS, PAD, SEP, UNK, Tokenizer, read_vocabulary, write_vocabulary
 
@@ -76,6 +77,16 @@ def test_a_file_that_is_no_vocabulary_is_one_line(tmp_path, content, message):
 def test_windows_line_ends_and_a_bom_are_no_part_of_a_token(tmp_path):
     (tmp_path / "v").write_bytes(b"\xef\xbb\xbfA\r\nB\r\n")
     assert read_vocabulary(tmp_path / "v") == ["A", "B"]
+
+
+@pytest.mark.parametrize(("tokens", "text"), [("ACD", "AC DX\nXA"), (["A", "C1"], "A X C1\nX A")])
+def test_what_a_vocabulary_lacks_is_named(tmp_path, capsys, monkeypatch, tokens, text):
+    """White space is between tokens, whatever they are."""
+    write_vocabulary(list(tokens), tmp_path)
+    monkeypatch.setattr(prepare, "vocab_file", "v")
+    prepare.check_vocabulary([text], Tokenizer(tmp_path / "tokenizer.json"))
+    n_tokens = 6 if tokens == "ACD" else 5
+    assert f"lacks {2 / n_tokens:.2%} of the tokens, most of all X: each" in capsys.readouterr().out
 
 
 def test_from_event_ids_to_a_folder_that_transformers_asks(tmp_path):

@@ -117,7 +117,8 @@ def find_sources():
         for path in paths:
             if not file_kind(path):
                 kinds = ".txt(.gz), .log(.gz), .jsonl(.gz, .zst) or .parquet"
-                sys.exit(f"{path} is of no known kind: rename it to {kinds}")
+                how = "and see docs/questions.md for FASTA and tables"
+                sys.exit(f"{path} is of no known kind: make it one of {kinds}, {how}")
         is_pattern = not name or re.search(r"[*?\[{}]", name)
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             how = 'give globs in quotes, like --source="a/*.txt,b.jsonl"; ? stands for a comma'
@@ -465,7 +466,10 @@ def finish_counts(count, folder):
     if not count["val_rows"]:
         few = f"less than one row was held out of {count['read']} documents"
         larger = f"--val_share={min(0.5, 10 * val_share):g} --val_tokens={10 * val_tokens}"
-        sys.exit(f"{few} (blank lines end them): type {larger}, or give more text")
+        ends, lines = "each line is one", ""
+        if documents == "paragraphs":
+            ends, lines = "blank lines end them", "--documents=lines if each line is one, "
+        sys.exit(f"{few} ({ends}): type {lines}{larger}, or give more text")
 
 
 def sample_of(path, number, limit, folder):
@@ -798,19 +802,23 @@ def read_all(files, share, so_far):
 
 
 def good_for(tokens):
-    """What ten passes through so many tokens train, and for how long: lines of advice.
+    """The commands that see so many tokens ten times: lines of advice.
 
     Two CPU cores see 19,477 tokens a second with config/tiny.py and 7,900 with small.py (measured,
     README.md); config/domain.py takes 78 MFLOP a token, of an RTX 3090's 28 TFLOP/s."""
     seen = 10 * tokens
     recipe, speed = ("tiny", 19477) if tokens < 5e6 else ("small", 7900)
-    hours = f"--budget_hours={max(0.05, seen / speed / 3600):.2g}"
-    lines = [f"two CPU cores: train.py config/{recipe}.py {hours}"]
+    data = f"--data_dir={data_dir} --vocab_size={vocab_size} --seq_len={seq_len}"
+    data += f" --max_seq_len={seq_len}" if seq_len > 512 else ""
+    data += f" --out_dir=out/{Path(data_dir).name}"
+    hours = max(0.05, seen / speed / 3600)
+    lines = [f"two CPU cores: python train.py config/{recipe}.py --budget_hours={hours:.3g} {data}"]
     if tokens > 5e8:
-        lines.append("a GPU: train.py --budget_hours=24, the default size")
+        lines.append(f"a GPU: python train.py --budget_hours=24 {data}")
     elif tokens > 1e7:
-        hours = f"--budget_hours={max(0.1, seen * 78e6 / 28e12 / 3600):.2g}"
-        lines.append(f"a GPU (by arithmetic): train.py config/domain.py {hours}, sizes in the file")
+        hours = max(0.1, seen * 78e6 / 28e12 / 3600)
+        command = f"python train.py config/domain.py --budget_hours={hours:.2g} {data}"
+        lines.append(f"a GPU, by arithmetic: {command} (other sizes: in the recipe)")
     return lines
 
 
@@ -843,7 +851,6 @@ def print_summary(count, journal, goal, seconds):
     if count["unknown"]:
         share = count["unknown"] / count["tokens_read"]
         print(f"WARNING: {count['unknown']:,} tokens ({share:.2%}) are not in {vocab_file}: [UNK]")
-    print(f"to train    --data_dir={data_dir} --vocab_size={vocab_size} --seq_len={seq_len}")
     for line in good_for(count["rows"] * seq_len):
         print(f"ten passes  {line}")
     print(f"written     {goal} in {seconds:.1f} s")

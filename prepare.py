@@ -468,8 +468,8 @@ def finish_counts(count, folder):
         larger = f"--val_share={min(0.5, 10 * val_share):g} --val_tokens={10 * val_tokens}"
         ends, lines = "each line is one", ""
         if documents == "paragraphs":
-            ends, lines = "blank lines end them", "--documents=lines if each line is one, "
-        sys.exit(f"{few} ({ends}): type {lines}{larger}, or give more text")
+            ends, lines = "blank lines end them", ", or --documents=lines if each line is one"
+        sys.exit(f"{few} ({ends}): type {larger}{lines}, or give more text")
 
 
 def sample_of(path, number, limit, folder):

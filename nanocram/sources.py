@@ -285,9 +285,6 @@ def read_texts(path, column, start=0, by_line=False):
         if kind == "json":
             texts = json_texts(content, column)
         else:
-            content = io.BufferedReader(content) if not hasattr(content, "peek") else content
-            if content.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                raise OSError("it is UTF-16: iconv -f UTF-16 -t UTF-8 makes it text")
             texts = split_documents(as_text(content), by_line)
         for text in itertools.islice(texts, start, None):
             yield text, file.tell() / max(1, size)
@@ -310,6 +307,9 @@ def as_text(file):
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
 
 
+UTF_16 = "\ufffd\ufffd"  # what becomes of its first two bytes, which are no UTF-8
+
+
 def split_documents(file, by_line=False):
     """The documents of an open text file.
 
@@ -318,6 +318,8 @@ def split_documents(file, by_line=False):
     time."""
     document, size = [], 0
     for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
+        if line.startswith(UTF_16) and "\0" in line:
+            raise OSError("it is UTF-16: iconv -f UTF-16 -t UTF-8 makes it text")
         document.append(line)
         size += len(line)
         if by_line or not line.strip() or size >= MAX_DOCUMENT:

@@ -70,6 +70,7 @@ def before(tmp_path_factory, data_dir):
     return original.folder / "out"
 
 
+@pytest.mark.slow
 def test_a_setting_becomes_an_expression(fork):
     """It is in --help, recorded, kept by a resume, and a flag overrides it."""
     fork.edit("train.py", "n_embd = 768\n", "n_embd = 4 * 8\n")
@@ -120,6 +121,7 @@ for seed in (3, 4):
 """
 
 
+@pytest.mark.slow
 def test_a_new_field_of_state(fork, before):
     """It takes its default where an older checkpoint lacks it; the original goes on from its."""
     fork.edit("train.py", "    step: int = 0 ", "    best: float = 100.0\n    step: int = 0 ")

@@ -536,11 +536,10 @@ def check_vocabulary(texts, tokenizer):
     share = missing.total() / max(1, n_tokens)
     most = " ".join(token[:40] for token, _ in missing.most_common(5))
     said = f"{vocab_file} lacks {share:.2%} of the tokens, most of all {most}"
-    longest = max(tokenizer.encoding.numbers, key=len)
-    if share > 0.5 and len(longest) > 1:
-        how = f"since {longest!r} has more than one character, text is split at white space alone"
-        sys.exit(f"{said} ({how}): put them in, or leave --vocab_file out and have one trained")
     if share > 0.5:
+        longest = max(tokenizer.encoding.numbers, key=len)
+        if len(longest) > 1:
+            said += f" ({longest!r} has several characters, so only white space splits text)"
         sys.exit(f"{said}: put them in, or leave --vocab_file out and have one trained")
     if missing:
         print(f"WARNING: {said}: each becomes [UNK]")
@@ -919,11 +918,10 @@ def main():
             journal["has_vocabulary"] = True
             write_journal(folder, journal)
         tokenizer = Tokenizer(folder / "tokenizer.json")
-        # The curriculum counts the entry "." alone, as the paper's code: no "?", no "...", no '."'.
-        first = None
-        if order == "curriculum":
-            first = tokenizer.encoding.encode_single_token(".")
-        so_far = Partial(folder, journal, seq_len, first, pack)
+        full_stop = None
+        if order == "curriculum":  # it counts "." alone, as the paper's code: no "?", no '."'
+            full_stop = tokenizer.encoding.encode_single_token(".")
+        so_far = Partial(folder, journal, seq_len, full_stop, pack)
         if not journal["all_read"]:
             read_all(files, share, so_far)
             journal["all_read"] = True

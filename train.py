@@ -352,7 +352,7 @@ def train_step(run, progress):
     n_predict = mask_count(progress)
     lr_share = lr_scale(progress)
     n_labels = n_rows * n_predict
-    if not run.packed:  # in the mean: padding has none
+    if not run.packed:  # on average: padding has none
         n_labels *= run.meta["counts"]["filled"]
 
     # Forward and backward: every rank takes its share of the step's micro-batches. Gradients add up
@@ -495,9 +495,8 @@ def open_data(meta, dev):
     held_out_rows = val_rows.read(0, min(val_rows.count, eval_rows))
     tokenizer = Tokenizer(data / "tokenizer.json")
     if not is_packed(meta) and position_embedding != "rope":
-        print(
-            "WARNING: positions count from a row's start, not a record's: rope has no such trouble"
-        )
+        said = "absolute positions count from the start of a row, not of a record"
+        print(f"WARNING: {said}: --position_embedding=rope has none")
     if any(len(tokenizer.encode(sentence)) + 2 > max_seq_len for sentence in sentences()):
         sys.exit(f"samples: a sentence has more than {max_seq_len} tokens: type shorter --samples")
     return train_rows, held_out_rows, tokenizer

@@ -36,6 +36,8 @@ def read(path):
     for number, row in enumerate(rows, 1):
         if len(row) != 2:
             sys.exit(f"{path}, line {number} has {len(row)} columns: give a text, a tab, a label")
+    if len(rows) < 2:
+        sys.exit(f"{path} has no text: its first line names the columns, the others are read")
     return rows[1:]
 
 

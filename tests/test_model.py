@@ -23,6 +23,7 @@ from model import (
     attend_by_products,
     make_loss,
     mixed_precision,
+    residual_dtype,
 )
 from nanocram.configurator import configure
 from nanocram.model_folder import load, not_native, save
@@ -294,6 +295,33 @@ def test_attention_by_products_is_torchs_in_float64(dtype, tolerance, padded):
     assert relative_error(got, wanted) < tolerance
     for tensor, reference in zip(tensors, exact, strict=True):
         assert relative_error(tensor.grad, reference.grad) < tolerance
+
+
+def test_residual_sums_in_bfloat16_cost_a_gradient_about_what_its_products_do(monkeypatch):
+    """What a GPU does by itself, here on a CPU, with sixteen layers: 1.1 % beside 0.5 %."""
+    torch.manual_seed(0)
+    model = MaskedLM(model_config(**(SIZES | {"n_layer": 16, "zero_init": False})))
+    ids = torch.randint(4, SIZES["vocab_size"], (8, 16))
+    positions = torch.rand(8, 16).topk(5).indices
+    labels = ids.gather(1, positions)
+
+    def gradient(product_dtype, sums):
+        monkeypatch.setattr("model.residual_dtype", lambda *_: sums)
+        model.zero_grad()
+        make_loss(model, torch.device("cpu"), product_dtype)(ids, positions, labels).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+
+    exact = gradient(torch.float32, torch.float32)
+    products = relative_error(gradient(torch.bfloat16, torch.float32), exact)
+    both = relative_error(gradient(torch.bfloat16, torch.bfloat16), exact)
+    assert products < both < 3 * products
+
+
+def test_residual_sums_are_low_on_a_gpu_with_bfloat16_alone():
+    plain, low, half = torch.float32, torch.bfloat16, torch.float16
+    assert residual_dtype("cuda", plain, low) == low
+    assert residual_dtype("cuda", plain, half) == residual_dtype("cuda", plain, plain) == plain
+    assert residual_dtype("cpu", plain, low) == plain
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])

@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# What to ask a GPU first, in three stages of less than ten minutes; each leaves a log in out/first.
+#
+#   python prepare.py --max_tokens=20000000 --data_dir=data/first   # before, where there is a network
+#   bash results/first_half_hour.sh 1                               # then 2, then 3
+#
+# 1: does it compute right, how fast is a step, and on what does it spend its time?
+# 2: which change of the step pays? 3: whole runs: stopped and resumed, GLUE, offload, a race.
+# Flags behind the stage go to every script but finetune_glue.py, such as --n_layer=2 for a rehearsal.
+# GLUE=path/to/GLUE has its official files; without, they come from the Hub.
+cd "$(dirname "$0")/.." || exit
+stage=$1
+shift
+out=out/first
+mkdir -p $out
+export PYTHONUNBUFFERED=1
+data=--data_dir=data/first
+
+# limit SECONDS COMMAND...: what hangs, or takes too long, does not keep the others waiting
+limit() {
+  echo "== ${*:2}"
+  local begun=$SECONDS
+  timeout --signal=INT --kill-after=30 "$@" 2>&1
+  echo "== exit $?, $((SECONDS - begun)) s"
+}
+
+case $stage in
+1)
+  nvidia-smi
+  limit 300 python -m pytest -q -rP -p no:cacheprovider tests/test_gpu.py
+  limit 240 python bench.py $data --profile=True --trace=$out/trace.json "$@"
+  ;;
+2)
+  limit 90 python bench.py $data "$@"
+  limit 60 python bench.py $data --compile=False "$@"
+  limit 90 python bench.py $data --micro_batch=1024 "$@"
+  limit 90 python results/variants.py residual $data "$@"
+  limit 90 python results/variants.py cudnn $data "$@"
+  limit 170 python results/variants.py autotune $data "$@"
+  ;;
+3)
+  run=(python train.py $data --out_dir=$out/run --budget_hours=0.05 --evals=6 "$@")
+  limit 100 "${run[@]}"                # stopped by a Ctrl-C, as a user would ...
+  limit 150 "${run[@]}" --init=resume  # ... and gone on with to the end of its budget
+  limit 90 python finetune_glue.py --model=$out/run --glue_dir="$GLUE" --tasks=rte --seeds=1 --epochs=1
+  limit 100 python bench.py config/offload.py $data --n_layer=8 --bench_steps=3 "$@"
+  limit 80 python bench.py config/crammed.py $data "$@"
+  ;;
+*)
+  echo "type: bash results/first_half_hour.sh 1, 2 or 3"
+  exit 2
+  ;;
+esac | tee $out/log$stage.txt

@@ -1,0 +1,61 @@
+"""What one change of the step brings on this machine, where no flag of bench.py makes it.
+
+    python results/variants.py residual                # and bench.py's flags behind it
+    python results/variants.py autotune --bench_steps=10
+
+What it prints is bench.py's; compare with bench.py's own figures of the same minutes. A change that
+gains is only then worth a race: none of these computes the same to the bit.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch
+
+import bench
+import model
+import train
+from nanocram import machine
+
+
+def residual():
+    """The residual stream in the dtype of products, from the embeddings to the last norm."""
+    embed = model.Embeddings.forward
+
+    def forward(self, ids, token_type_ids=None):
+        x = embed(self, ids, token_type_ids)
+        return x.to(torch.get_autocast_dtype(x.device.type))
+
+    model.Embeddings.forward = forward
+
+
+def cudnn():
+    """cuDNN's attention, which torch prefers on Hopper cards; see test_gpu.py for gradients."""
+    pick = machine.pick
+
+    def pick_cudnn(device, dtype):
+        picked = pick(device, dtype)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        return picked
+
+    machine.pick = pick_cudnn
+
+
+def autotune():
+    """Products and fused kernels by the fastest of several candidates; compiling takes longer."""
+    torch.compile = functools.partial(torch.compile, mode="max-autotune-no-cudagraphs")
+
+
+VARIANTS = {change.__name__: change for change in (residual, cudnn, autotune)}
+
+if __name__ == "__main__":
+    name, *flags = sys.argv[1:] or [""]
+    if name not in VARIANTS:
+        sys.exit(f"type one of {', '.join(VARIANTS)}, and flags of bench.py behind it")
+    bench.configure(vars(bench), flags, also=train)
+    VARIANTS[name]()
+    bench.main()

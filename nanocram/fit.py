@@ -58,6 +58,8 @@ def compile_and_fit(run, rehearse, must_compile, signals):
     parallel.any_rank(False)  # a rank that has ended is noticed here; NCCL would wait for it
     parallel.meet(run.device)
     while True:
+        if run.compiled:  # nothing is to be seen until it is done
+            print("compiling: it may take a few minutes", flush=True)
         run.loss_fn = run.eager_loss_fn
         if run.compiled and run.streamed:
             run.loss_fn = run.streamed.compile(run.eager_loss_fn)

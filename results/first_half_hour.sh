@@ -31,12 +31,14 @@ case $stage in
   limit 240 python bench.py $data --profile=True --trace=$out/trace.json "$@"
   ;;
 2)
-  limit 90 python bench.py $data "$@"
-  limit 60 python bench.py $data --compile=False "$@"
-  limit 90 python bench.py $data --micro_batch=1024 "$@"
-  limit 90 python results/variants.py residual $data "$@"
-  limit 90 python results/variants.py cudnn $data "$@"
-  limit 170 python results/variants.py autotune $data "$@"
+  # one number of masks: one shape to compile in each, not three
+  flags=($data --mask_rate=0.25 --mask_rate_end=0.25 "$@")
+  limit 80 python bench.py "${flags[@]}"
+  limit 50 python bench.py --compile=False "${flags[@]}"
+  limit 80 python bench.py --micro_batch=1024 "${flags[@]}"
+  limit 80 python results/variants.py residual "${flags[@]}"
+  limit 80 python results/variants.py cudnn "${flags[@]}"
+  limit 200 python results/variants.py autotune "${flags[@]}"
   ;;
 3)
   run=(python train.py $data --out_dir=$out/run --budget_hours=0.05 --evals=6 "$@")

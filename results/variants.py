@@ -17,7 +17,7 @@ import torch
 import bench
 import model
 import train
-from nanocram import machine
+from nanocram import machine, safety
 
 
 def residual():
@@ -58,4 +58,4 @@ if __name__ == "__main__":
         sys.exit(f"type one of {', '.join(VARIANTS)}, and flags of bench.py behind it")
     bench.configure(vars(bench), flags, also=train)
     VARIANTS[name]()
-    bench.main()
+    safety.run(bench.main, "variants.py", "nothing was kept", lambda: "a smaller --micro_batch")

@@ -5,8 +5,8 @@
 #   bash results/first_half_hour.sh 1                               # then 2, then 3
 #
 # 1: does it compute right, how fast is a step, and on what does it spend its time?
-# 2: which change of the step pays? 3: whole runs: stopped and resumed, GLUE, offload, a race.
-# Flags behind the stage go to every script but finetune_glue.py, such as --n_layer=2 for a rehearsal.
+# 2: which change of the step pays? 3: a run stopped and resumed, GLUE, offload, the paper's recipe.
+# Flags behind the stage go to train.py, bench.py and variants.py: --n_layer=2 is a rehearsal.
 # GLUE=path/to/GLUE has its official files; without, they come from the Hub.
 cd "$(dirname "$0")/.." || exit
 stage=$1
@@ -36,7 +36,6 @@ case $stage in
   limit 80 python bench.py "${flags[@]}"
   limit 50 python bench.py --compile=False "${flags[@]}"
   limit 80 python bench.py --micro_batch=1024 "${flags[@]}"
-  limit 80 python results/variants.py residual "${flags[@]}"
   limit 80 python results/variants.py cudnn "${flags[@]}"
   limit 200 python results/variants.py autotune "${flags[@]}"
   ;;

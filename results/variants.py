@@ -1,6 +1,6 @@
 """What one change of the step brings on this machine, where no flag of bench.py makes it.
 
-    python results/variants.py residual                # and bench.py's flags behind it
+    python results/variants.py cudnn                   # and bench.py's flags behind it
     python results/variants.py autotune --bench_steps=10
 
 What it prints is bench.py's; compare with bench.py's own figures of the same minutes. A change that
@@ -15,20 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 import bench
-import model
 import train
 from nanocram import machine, safety
-
-
-def residual():
-    """The residual stream in the dtype of products, from the embeddings to the last norm."""
-    embed = model.Embeddings.forward
-
-    def forward(self, ids, token_type_ids=None):
-        x = embed(self, ids, token_type_ids)
-        return x.to(torch.get_autocast_dtype(x.device.type))
-
-    model.Embeddings.forward = forward
 
 
 def cudnn():
@@ -50,7 +38,7 @@ def autotune():
     torch.compile = functools.partial(torch.compile, mode="max-autotune-no-cudagraphs")
 
 
-VARIANTS = {change.__name__: change for change in (residual, cudnn, autotune)}
+VARIANTS = {change.__name__: change for change in (cudnn, autotune)}
 
 if __name__ == "__main__":
     name, *flags = sys.argv[1:] or [""]

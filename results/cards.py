@@ -21,6 +21,7 @@ from nanocram.configurator import configure, require
 tflops = 0.0            # TFLOP/s that your card sustains in products of 768 columns; 0 = the table
 tb_per_s = 0.0          # TB/s of memory that it sustains
 gb = 0.0                # GiB of its memory, as torch sees them
+dtype = "bfloat16"      # of its products: bfloat16 | float16
 cards = 1               # how many there are
 link_gb_per_s = 400.0   # GB/s that a sum over the cards moves through each one's link
 micro_batch = 256       # rows, where they fit
@@ -28,20 +29,24 @@ micro_batch = 256       # rows, where they fit
 configure(globals())
 require(globals(), {"tflops": (0, 1e6), "tb_per_s": (0, 1e6), "gb": (0, 1e6), "cards": (1, 10**6)})
 require(globals(), {"link_gb_per_s": (0.001, 1e6), "micro_batch": (1, 2**20)})
+if dtype not in ("bfloat16", "float16"):
+    sys.exit(f"dtype={dtype} is unknown: type bfloat16 or float16")
 if len({tflops > 0, tb_per_s > 0, gb > 0}) > 1:
     sys.exit("a card has --tflops, --tb_per_s and --gb: type all three")
 
 # A step, compiled for sm_90, as traced on a stubbed card, where kernels and sizes are real and no
-# number is: 2026-11-23, torch 2.13.0, commit 39a577b, less what the rotation's place
-# before the transpose saves.
+# number is: 2026-11-24, torch 2.13.0, commit 0605cec.
 PRODUCTS = 583e6  # FLOP a token, in matrix products
-MOVED = 1_631e3 + 289e3  # bytes a token, by fused kernels and by flash attention
+# Bytes a token, by fused kernels and by attention. Cards without bfloat16 take float16, and add up
+# the residual stream in float32.
+MOVED = {"bfloat16": 1_264e3 + 289e3, "float16": 1_631e3 + 289e3}
 SUMMED = 1.435e9  # bytes a micro-batch, by sums of gradients
-LAUNCHES = 291 + 435 + 64  # a micro-batch: products, fused kernels, attention
+LAUNCHES = 291 + 387 + 64  # a micro-batch: products, fused kernels, attention
 UPDATE_PRODUCTS = 1.885e12  # FLOP a step: Muon's, of 96 matrices (by its formula)
 UPDATE_MOVED = 8.0e9  # bytes a step: the optimisers' states, the norm, casts
 UPDATE_LAUNCHES = 165
-PEAK_GIB = {128: 7.8, 256: 14.0}  # of a step, by rows of a micro-batch
+# Of a step, by rows of a micro-batch.
+PEAK_GIB = {"bfloat16": {128: 7.1, 256: 12.6}, "float16": {128: 7.8, 256: 14.0}}
 FLOP = 601e6  # of the model a token, for MFU
 PARAMETERS = 119_595_776
 MUON_PARAMETERS = 94_371_840  # of them in blocks' matrices
@@ -55,16 +60,16 @@ GLUE_STEP_MOVED = 28 * PARAMETERS  # bytes: AdamW
 GLUE_LAUNCHES = 1_435  # a step (traced)
 HOST_SECONDS = 8e-6  # of Python and torch, for one of them (assumed)
 
-# What cards sustain, all assumed: TFLOP/s in products of this width, TB/s; GiB; and the datasheet's
-# TFLOP/s.
+# What cards sustain, all assumed: TFLOP/s in products of this width, TB/s; GiB; the datasheet's
+# TFLOP/s; and in which dtype.
 CARDS = {
-    "H100 80 GB": (620, 2.8, 79.1, 989),
-    "A100 80 GB": (240, 1.7, 79.1, 312),
-    "A100 40 GB": (240, 1.3, 39.4, 312),
-    "RTX 4090": (150, 0.9, 23.5, 165),
-    "RTX 3090": (62, 0.82, 23.5, 71),
-    "L4": (60, 0.26, 22.0, 121),
-    "T4": (30, 0.25, 14.6, 65),
+    "H100 80 GB": (620, 2.8, 79.1, 989, "bfloat16"),
+    "A100 80 GB": (240, 1.7, 79.1, 312, "bfloat16"),
+    "A100 40 GB": (240, 1.3, 39.4, 312, "bfloat16"),
+    "RTX 4090": (150, 0.9, 23.5, 165, "bfloat16"),
+    "RTX 3090": (62, 0.82, 23.5, 71, "bfloat16"),
+    "L4": (60, 0.26, 22.0, 121, "bfloat16"),
+    "T4": (30, 0.25, 14.6, 65, "float16"),
 }
 
 
@@ -73,12 +78,14 @@ def seconds(card, flop, moved, launches):
     return flop / (1e12 * rate) + moved / (1e12 * bandwidth) + launches * LAUNCH_SECONDS
 
 
-def rows_that_fit(rows, room):
+def rows_that_fit(rows, card):
     """(rows of a micro-batch, GiB of a step) by train.py's halving, from so many rows on.
 
     A twentieth of the card stays free, and half a GiB is the driver's."""
-    per_row = (PEAK_GIB[256] - PEAK_GIB[128]) / 128
-    rest = PEAK_GIB[128] - 128 * per_row
+    _, _, room, _, dtype = card
+    peak = PEAK_GIB[dtype]
+    per_row = (peak[256] - peak[128]) / 128
+    rest = peak[128] - 128 * per_row
     while rows > 1 and rest + rows * per_row > 0.95 * room - 0.5:
         rows //= 2
     return rows, rest + rows * per_row
@@ -87,7 +94,8 @@ def rows_that_fit(rows, room):
 def step_seconds(card, rows, of_micro_batch, n):
     """Of an optimiser step of so many rows on n cards."""
     tokens = 128 * of_micro_batch
-    one = seconds(card, tokens * PRODUCTS, tokens * MOVED + SUMMED, LAUNCHES)
+    moved = tokens * MOVED[card[4]] + SUMMED
+    one = seconds(card, tokens * PRODUCTS, moved, LAUNCHES)
     rounds = math.ceil(rows / of_micro_batch / n)  # in the last one some may idle
     update = seconds(card, UPDATE_PRODUCTS / n, UPDATE_MOVED, UPDATE_LAUNCHES)
     if n > 1:
@@ -106,12 +114,12 @@ def rows_of_step(progress):
 
 def day(card):
     """(tokens, rows of a micro-batch, GiB, share of as many single cards' speed, hours of GLUE)."""
-    rows, peak = rows_that_fit(micro_batch, card[2])
+    rows, peak = rows_that_fit(micro_batch, card)
     moments = [rows_of_step((i + 0.5) / 1000) for i in range(1000)]
     speeds = [128 * n / step_seconds(card, n, rows, cards) for n in moments]
     tokens = 86_400 * sum(speeds) / 1000
     # Of the full batch; the default's micro-batches on the single card.
-    alone = step_seconds(card, 4096, rows_that_fit(256, card[2])[0], 1)
+    alone = step_seconds(card, 4096, rows_that_fit(256, card)[0], 1)
     share = alone / cards / step_seconds(card, 4096, rows, cards)
     of_step = 16 * GLUE_TOKENS
     moved = of_step * GLUE_MOVED + GLUE_STEP_MOVED
@@ -121,7 +129,7 @@ def day(card):
 
 
 def main():
-    mine = {"yours": (tflops, tb_per_s, gb, 0)}
+    mine = {"yours": (tflops, tb_per_s, gb, 0, dtype)}
     print(
         "| card | TFLOP/s, TB/s | tokens/s | of the datasheet | tokens in a day | a parameter",
         end="",

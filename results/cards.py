@@ -46,7 +46,7 @@ UPDATE_PRODUCTS = 1.885e12  # FLOP a step: Muon's, of 96 matrices (by its formul
 UPDATE_MOVED = 8.0e9  # bytes a step: the optimisers' states, the norm, casts
 UPDATE_LAUNCHES = 165
 # Of a step, by rows of a micro-batch.
-PEAK_GIB = {"bfloat16": {128: 7.1, 256: 12.6}, "float16": {128: 7.8, 256: 14.0}}
+PEAK_GIB = {"bfloat16": {128: 7.2, 256: 12.6}, "float16": {128: 7.8, 256: 14.0}}
 FLOP = 601e6  # of the model a token, for MFU
 PARAMETERS = 119_595_776
 MUON_PARAMETERS = 94_371_840  # of them in blocks' matrices

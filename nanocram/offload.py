@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from model import Block, MaskedLM, mixed_precision, residual_dtype
+from model import Block, MaskedLM, mixed_precision
 from nanocram import machine
 
 
@@ -52,8 +52,7 @@ def plan_memory(config, dev, amp_dtype, *, rows, seq_len, n_predicted):
     # and the logits of predicted tokens.
     C = config.n_embd
     width = amp_dtype.itemsize
-    residual = residual_dtype(dev.type, torch.float32, amp_dtype).itemsize
-    inputs = residual * C * config.n_layer + 4 * C
+    inputs = 4 * C * config.n_layer + 4 * C
     block = width * (9 * C + 4 * config.n_inner)
     logits = (8 + width) * config.vocab_size
     batch = rows * (seq_len * inputs + max(seq_len * block, n_predicted * logits))

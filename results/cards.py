@@ -21,7 +21,7 @@ from nanocram.configurator import configure, require
 tflops = 0.0            # TFLOP/s that your card sustains in products of 768 columns; 0 = the table
 tb_per_s = 0.0          # TB/s of memory that it sustains
 gb = 0.0                # GiB of its memory, as torch sees them
-dtype = "bfloat16"      # of its products: bfloat16 | float16
+products_in = "bfloat16"  # or float16, where it has no bfloat16
 cards = 1               # how many there are
 link_gb_per_s = 400.0   # GB/s that a sum over the cards moves through each one's link
 micro_batch = 256       # rows, where they fit
@@ -29,8 +29,8 @@ micro_batch = 256       # rows, where they fit
 configure(globals())
 require(globals(), {"tflops": (0, 1e6), "tb_per_s": (0, 1e6), "gb": (0, 1e6), "cards": (1, 10**6)})
 require(globals(), {"link_gb_per_s": (0.001, 1e6), "micro_batch": (1, 2**20)})
-if dtype not in ("bfloat16", "float16"):
-    sys.exit(f"dtype={dtype} is unknown: type bfloat16 or float16")
+if products_in not in ("bfloat16", "float16"):
+    sys.exit(f"products_in={products_in} is unknown: type bfloat16 or float16")
 if len({tflops > 0, tb_per_s > 0, gb > 0}) > 1:
     sys.exit("a card has --tflops, --tb_per_s and --gb: type all three")
 
@@ -39,9 +39,9 @@ if len({tflops > 0, tb_per_s > 0, gb > 0}) > 1:
 PRODUCTS = 583e6  # FLOP a token, in matrix products
 # Bytes a token, by fused kernels and by attention. Cards without bfloat16 take float16, and add up
 # the residual stream in float32.
-MOVED = {"bfloat16": 1_264e3 + 289e3, "float16": 1_631e3 + 289e3}
+MOVED = {"bfloat16": 1_244e3 + 499e3, "float16": 1_658e3 + 335e3}
 SUMMED = 1.435e9  # bytes a micro-batch, by sums of gradients
-LAUNCHES = 291 + 387 + 64  # a micro-batch: products, fused kernels, attention
+LAUNCHES = 957  # a micro-batch: 387 of them fused kernels, 291 products
 UPDATE_PRODUCTS = 1.885e12  # FLOP a step: Muon's, of 96 matrices (by its formula)
 UPDATE_MOVED = 8.0e9  # bytes a step: the optimisers' states, the norm, casts
 UPDATE_LAUNCHES = 165
@@ -94,7 +94,8 @@ def rows_that_fit(rows, card):
 def step_seconds(card, rows, of_micro_batch, n):
     """Of an optimiser step of so many rows on n cards."""
     tokens = 128 * of_micro_batch
-    moved = tokens * MOVED[card[4]] + SUMMED
+    *_, dtype = card
+    moved = tokens * MOVED[dtype] + SUMMED
     one = seconds(card, tokens * PRODUCTS, moved, LAUNCHES)
     rounds = math.ceil(rows / of_micro_batch / n)  # in the last one some may idle
     update = seconds(card, UPDATE_PRODUCTS / n, UPDATE_MOVED, UPDATE_LAUNCHES)
@@ -129,7 +130,7 @@ def day(card):
 
 
 def main():
-    mine = {"yours": (tflops, tb_per_s, gb, 0, dtype)}
+    mine = {"yours": (tflops, tb_per_s, gb, 0, products_in)}
     print(
         "| card | TFLOP/s, TB/s | tokens/s | of the datasheet | tokens in a day | a parameter",
         end="",

@@ -10,7 +10,15 @@
 # GLUE=path/to/GLUE has its official files; without, they come from the Hub.
 cd "$(dirname "$0")/.." || exit
 stage=$1
-shift
+case $stage in
+[123]) shift ;;
+*) echo "type: bash results/first_half_hour.sh 1, 2 or 3"; exit 2 ;;
+esac
+if [ ! -e data/first/meta.json ]; then
+  echo "no data/first: type python prepare.py --max_tokens=20000000 --data_dir=data/first"
+  exit 2
+fi
+set -o pipefail
 out=out/first
 mkdir -p $out
 export PYTHONUNBUFFERED=1
@@ -46,9 +54,5 @@ case $stage in
   limit 90 python finetune_glue.py --model=$out/run --glue_dir="$GLUE" --tasks=rte --seeds=1 --epochs=1
   limit 100 python bench.py config/offload.py $data --n_layer=8 --bench_steps=3 "$@"
   limit 80 python bench.py config/crammed.py $data "$@"
-  ;;
-*)
-  echo "type: bash results/first_half_hour.sh 1, 2 or 3"
-  exit 2
   ;;
 esac | tee $out/log$stage.txt

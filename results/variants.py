@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import bench  # before torch: it sets up torch's allocator
+
+# isort: split
 import torch
 
-import bench
 import train
 from nanocram import machine, safety
 

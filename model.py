@@ -280,7 +280,8 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
         self.n_full = config.n_layer - max(1, config.n_narrow)
-        self.pre_norm = not config.post_norm  # what a norm behind a sum returns is float32
+        # What norms behind the sums return is float32 anyway.
+        self.pre_norm = not config.post_norm
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
         self.rope = config.position_embedding == "rope"
         if self.rope:

@@ -31,6 +31,8 @@ require(globals(), {"tflops": (0, 1e6), "tb_per_s": (0, 1e6), "gb": (0, 1e6), "c
 require(globals(), {"link_gb_per_s": (0.001, 1e6), "micro_batch": (1, 2**20)})
 if products_in not in ("bfloat16", "float16"):
     sys.exit(f"products_in={products_in} is unknown: type bfloat16 or float16")
+if products_in == "float16" and not tflops:
+    sys.exit("--products_in is of your card: type --tflops, --tb_per_s and --gb too")
 if len({tflops > 0, tb_per_s > 0, gb > 0}) > 1:
     sys.exit("a card has --tflops, --tb_per_s and --gb: type all three")
 

@@ -256,10 +256,15 @@ class Run:
     streamed: Streamed | None  # with offload: what moves the model through the device
     compiled: bool  # whether loss_fn is, or is to be ...
     asked_compile: bool  # ... and the setting, as it was typed
-    held_out_sets: dict | None = None  # {15: batches, 25: batches}, once set_up() is through
+    held_out_sets: dict | None = None  # {15: batches, 25: batches}
     saved_steps: int = -1  # how many steps had been applied when this process saved last ...
     next_save: float = 0.0  # ... and when it may save again, by time.monotonic()
     is_updating: bool = False  # whether the optimisers are changing weights
+
+    @property
+    def is_set_up(self):
+        """Whether training may begin, or has: held_out_sets are the last that it needs."""
+        return self.held_out_sets is not None
 
 
 def draw_masks(rows, n_positions, n_predict, packed=True):
@@ -748,9 +753,8 @@ def rescue(run, log, error):
     checkpoint before stands."""
     log.close_bar()
     is_full = safety.is_out_of_memory(error)
-    is_set_up = run.held_out_sets is not None
     keeps = isinstance(error, SystemExit | OSError) and not isinstance(error, parallel.Apart)
-    if parallel.RANK == 0 and is_set_up and (keeps or is_full) and not run.is_updating:
+    if parallel.RANK == 0 and run.is_set_up and (keeps or is_full) and not run.is_updating:
         save(run, log)
     if is_full:
         sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")

@@ -17,15 +17,23 @@ import os
 import sys
 from pathlib import Path
 
-# torch reads this when it is imported, and every script imports this file before. Of segments
-# that grow no memory is lost in pieces too small for a batch of another shape. The first name is
-# that of today, which torch heeds from 2.11 on. Without NVML, or with one older than driver 550,
-# which lacks this function, torch 2.13 crashes at its first allocation then.
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-if not any(name in os.environ for name in ALLOCATOR):
+
+def let_segments_grow():
+    """Have torch's allocator lose no memory in pieces too small for a batch of another shape.
+
+    It reads this when torch is imported, and every script imports this file before. A user's own
+    setting stands, by its name of today, which torch heeds from 2.11 on, or the older one. Without
+    NVML, or with one older than driver 550, which lacks the function that is looked up here, torch
+    2.13 would crash at its first allocation: then nothing is set."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if any(name in os.environ for name in names):
+        return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libnvidia-ml.so.1").nvmlDeviceGetGpuFabricInfoV  # noqa: B018
-        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+        os.environ[names[0]] = "expandable_segments:True"
+
+
+let_segments_grow()
 
 COMMAND_LINE = "command line"
 ARITHMETIC = {

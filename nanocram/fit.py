@@ -131,7 +131,7 @@ def rehearse_beside_the_rest(run, rehearse):
         if not o.state:  # a resumed one has them already
             room += [torch.empty_like(p) for p in params for _ in range(moments)]
     # Kernels take memory too, and other processes; in mid-run they have theirs.
-    if run.device.type == "cuda" and run.held_out_sets is None:
+    if run.device.type == "cuda" and not run.is_set_up:
         spare = torch.cuda.get_device_properties(run.device).total_memory // 20
         room.append(torch.empty(spare, dtype=torch.uint8, device=run.device))
     rehearse()

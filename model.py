@@ -258,13 +258,13 @@ def record_bias(records, context, dtype):
     return torch.zeros_like(foreign, dtype=dtype).masked_fill_(foreign, -torch.inf)
 
 
-def residual_dtype(device, plain, product_dtype):
-    """The dtype of the sums over full layers, on a device of that type; plain: the embeddings'.
+def dtype_of_sums(device, product_dtype):
+    """The dtype of the sums over full layers in pre-training; None: that of the embeddings.
 
     On a GPU whose products are in bfloat16 these are too: a tenth fewer bytes to move, and three
     pairs of runs, 64 wide, told no difference (results/). float16 has not the range."""
-    is_low = device == "cuda" and product_dtype == torch.bfloat16
-    return product_dtype if is_low else plain
+    is_low = device.type == "cuda" and product_dtype == torch.bfloat16
+    return product_dtype if is_low else None
 
 
 class Encoder(nn.Module):
@@ -290,9 +290,18 @@ class Encoder(nn.Module):
             self.register_buffer("rope_cos", angles.cos(), persistent=False)
             self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
-    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None, records=None):
+    def forward(
+        self,
+        ids,
+        positions=None,
+        attention_mask=None,
+        token_type_ids=None,
+        records=None,
+        sums_in=None,
+    ):
         """attention_mask (B, T) is 0 at padding. records (B, T) has the number of each token's
-        record, 0 at padding: attention stays inside of a record, and RoPE knows distances alone."""
+        record, 0 at padding: attention stays inside of a record, and RoPE knows distances alone.
+        sums_in: a dtype for the sums over full layers; norms that come behind them need float32."""
         x = self.embeddings(ids, token_type_ids)  # (B, T, C)
         # The tables turn queries and keys, the bias is added to scores: each is cast to their dtype
         # once, here, for every block would do it anew.
@@ -311,8 +320,8 @@ class Encoder(nn.Module):
         if records is not None:
             attn_bias = record_bias(records, records, query_dtype)
         plain = x.dtype
-        if self.n_full and self.pre_norm:
-            x = x.to(residual_dtype(device, plain, query_dtype))
+        if sums_in and self.n_full and self.pre_norm:
+            x = x.to(sums_in)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, attn_bias)
         x = x.to(plain)
@@ -366,9 +375,11 @@ class MaskedLM(nn.Module):
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
 
-    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None, records=None):
-        """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without."""
-        hidden = self.model(ids, positions, attention_mask, token_type_ids, records)
+    def forward(self, ids, positions=None, *more, **options):
+        """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without.
+
+        more, options: what else Encoder.forward() takes."""
+        hidden = self.model(ids, positions, *more, **options)
         return self.decoder(self.head(hidden))
 
     def flops_per_token(self, seq_len, n_predicted):
@@ -444,9 +455,11 @@ def make_loss(model, device, amp_dtype):
     It is the sum over all labels that are not -100. Rows of whole records come with records (B, T)
     too, as Encoder.forward() takes them."""
 
+    sums_in = dtype_of_sums(device, amp_dtype)
+
     def loss_fn(ids, positions, labels, records=None):
         with mixed_precision(device, amp_dtype):
-            logits = model(ids, positions, records=records)
+            logits = model(ids, positions, records=records, sums_in=sums_in)
         # (B · K, V): they exist for these positions only
         return cross_entropy(logits.flatten(0, 1), labels.flatten())
 

@@ -104,15 +104,28 @@ def is_out_of_memory(error):
     return not is_system and any(words in repr(error).lower() for words in OUT_OF_MEMORY)
 
 
-# What CUDA says where a card has fallen off the bus, or its memory fails.
-DEVICE_GONE = ("ECC", "hardware", "unspecified launch failure", "unknown error", "is/are busy")
+# What torch ("CUDA error", "CUDA driver error") and Triton ("Triton Error [CUDA]") say where
+# a card has fallen off the bus, or its memory or its link fails: the words are CUDA's.
+DEVICE_GONE = (
+    "ECC",
+    "hardware",
+    "NVLink",
+    "unspecified launch failure",
+    "launch timed out",
+    "unknown error",
+    "is/are busy",
+    "no CUDA-capable device",
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+    "CUBLAS_STATUS_INTERNAL_ERROR",
+)
 
 
 def is_device_gone(error):
     """Whether an exception tells of a GPU that answers no call any more.
 
     Others of CUDA's, such as an illegal address, tell of a bug, and keep their traceback."""
-    return "CUDA error" in str(error) and any(words in str(error) for words in DEVICE_GONE)
+    said = str(error)
+    return "CUDA" in said and any(words in said for words in DEVICE_GONE)
 
 
 class Unbreakable:

@@ -320,6 +320,27 @@ safety.run(train.main, "out", "--init=resume goes on")
 """
 
 
+@pytest.mark.parametrize(
+    ("said", "is_gone"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: the launch timed out and was terminated", True),
+        ("CUDA driver error: unspecified launch failure", True),
+        ("CUDA driver error: uncorrectable NVLink error detected during the execution", True),
+        ("CUDA error: no CUDA-capable device is detected", True),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", True),
+        ("Triton Error [CUDA]: unspecified launch failure", True),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(…)`", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA error: device-side assert triggered", False),
+        ("The size of tensor a (3) must match the size of tensor b (4)", False),
+    ],
+)
+def test_which_errors_are_a_gpus_that_is_gone(said, is_gone):
+    """In the words of CUDA's runtime and driver, as torch 2.13 and Triton hand them on."""
+    assert safety.is_device_gone(RuntimeError(said)) == is_gone
+
+
 def test_a_gpu_that_falls_off_the_bus(data_dir, tmp_path):
     """One line, and what was saved before stands: the run goes on as if nothing had been."""
     settings = {"max_steps": 8, "checkpoint_minutes": 1e-9, "data_dir": str(data_dir)}

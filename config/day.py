@@ -1,6 +1,6 @@
 """A GPU's day in miniature: 1.0M parameters see 64M tokens, sixty each, on one CPU core.
 
-A GPU's day has 26 (T4) to 436 (H100) tokens for each of 120M parameters; three minutes of
+A GPU's day has 26 (T4) to 435 (H100) tokens for each of 120M parameters; three minutes of
 config/tiny.py have 3 to 6. What shapes the learning, but for the sizes, the filter and the constant
 batch, is as train.py has it, so that what wins here says something of its defaults. It is counted
 in steps, so that other work on the machine changes no result.

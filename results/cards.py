@@ -2,7 +2,7 @@
 
     python results/cards.py                                        # the cards of the README
     python results/cards.py --tflops=100 --tb_per_s=1.2 --gb=31.8  # yours, by what it sustains
-    python results/cards.py --cards=8 --micro_batch=64             # eight of each, linked by NVLink
+    python results/cards.py --cards=8 --micro_batch=128            # eight of each, linked by NVLink
     python results/cards.py --cards=2 --link_gb_per_s=5            # two of each, without
 
 A step of train.py's defaults is taken apart into what it multiplies, what it moves and how often it
@@ -46,7 +46,7 @@ SUMMED = 1.435e9  # bytes a micro-batch, by sums of gradients
 LAUNCHES = 957  # a micro-batch: 387 of them fused kernels, 291 products
 UPDATE_PRODUCTS = 1.885e12  # FLOP a step: Muon's, of 96 matrices (by its formula)
 UPDATE_MOVED = 8.0e9  # bytes a step: the optimisers' states, the norm, casts
-UPDATE_LAUNCHES = 165
+UPDATE_LAUNCHES = {"bfloat16": 364, "float16": 764}
 # Of a step, by rows of a micro-batch.
 PEAK_GIB = {"bfloat16": {128: 7.2, 256: 12.6}, "float16": {128: 7.8, 256: 14.0}}
 FLOP = 601e6  # of the model a token, for MFU
@@ -100,7 +100,7 @@ def step_seconds(card, rows, of_micro_batch, n):
     moved = tokens * MOVED[dtype] + SUMMED
     one = seconds(card, tokens * PRODUCTS, moved, LAUNCHES)
     rounds = math.ceil(rows / of_micro_batch / n)  # in the last one some may idle
-    update = seconds(card, UPDATE_PRODUCTS / n, UPDATE_MOVED, UPDATE_LAUNCHES)
+    update = seconds(card, UPDATE_PRODUCTS / n, UPDATE_MOVED, UPDATE_LAUNCHES[dtype])
     if n > 1:
         # Gradients in 4 bytes and updates of Muon's matrices in 2 go into a buffer, over the link
         # and back: of a sum over n cards a link carries 2 (n - 1) / n.
@@ -111,8 +111,9 @@ def step_seconds(card, rows, of_micro_batch, n):
 
 
 def rows_of_step(progress):
-    """train.batch_rows() at its defaults."""
-    return min(4096, max(1024, 256 * (int(4096 * progress / (0.6 * 256)) + 1)))
+    """train.batch_rows() at its defaults, but for micro_batch."""
+    micro_batches = int(4096 * progress / (0.6 * micro_batch)) + 1
+    return min(4096, max(1024, micro_batch * micro_batches))
 
 
 def day(card):

@@ -5,7 +5,7 @@ section 5; its authors' train=bert-base). Their script has another run with 1,53
 that configuration's own size: --batch_size=1536 --batch_start=1536.
 """
 
-# data and architecture: those of config/crammed.py
+# data and architecture: those of config/crammed.py, with the note there on position_embedding
 data_dir = "data/crammed"
 out_dir = "out/bert_minimal_train"
 source = "monology/pile-uncopyrighted"

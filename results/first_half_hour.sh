@@ -36,7 +36,8 @@ case $stage in
 1)
   nvidia-smi
   limit 300 python -m pytest -q -rP -p no:cacheprovider tests/test_gpu.py
-  limit 240 python bench.py $data --profile=True --trace=$out/trace.json "$@"
+  limit 60 python results/rates.py
+  limit 180 python bench.py $data --profile=True --trace=$out/trace.json "$@"
   ;;
 2)
   # one number of masks: one shape to compile in each, not three

@@ -1,19 +1,22 @@
 import functools
 import json
 import re
+import runpy
 import subprocess
 import sys
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL_MODEL, model_config, put, saved_for_backward, script
+from conftest import ROOT, SMALL_MODEL, model_config, put, saved_for_backward, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
 import bench
-from model import MaskedLM, make_loss
+import train
+from model import Block, MaskedLM, ModelConfig, make_loss
 from nanocram import machine
 from nanocram.model_folder import to_folder_keys
 
@@ -318,3 +321,14 @@ print(faults * resource.getpagesize() / 2**26)
         command = [sys.executable, "-c", program, how]
         faults[how] = float(subprocess.run(command, cwd=folder, capture_output=True).stdout)
     assert faults["keep"] < 2 and faults["plain"] > 15
+
+
+def test_rates_count_what_products_and_sums_do(monkeypatch):
+    """Every measurement takes 0.3 s by this clock, so a rate is an amount over that."""
+    rates = runpy.run_path(str(ROOT / "results/rates.py"))
+    monkeypatch.setattr(machine, "timed", lambda device, work: (0.3, work()))
+    settings = {field.name: train.SETTINGS[field.name] for field in fields(ModelConfig)}
+    block = Block(ModelConfig(**settings), first=False)  # of train.py's default
+    per_row = 2 * sum(p.numel() for p in block.parameters() if p.ndim == 2)
+    assert rates["product_rate"](CPU, torch.float32, 8) == pytest.approx(8 * per_row / 0.3)
+    assert rates["memory_rate"](CPU, 4096) == pytest.approx(3 * 4096 / 0.3)

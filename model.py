@@ -409,7 +409,7 @@ def matrix_weights(modules):
 def mixed_precision(device, dtype):
     """Autocast of the matrix products to dtype on a torch.device; float32 leaves all as it is.
 
-    Each weight is cast once a pass, so a cache would save nothing and keep all the copies."""
+    A cache of casts would save nothing, for a weight is cast once a pass, and keep all copies."""
     enabled = dtype != torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
 
@@ -440,7 +440,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits, labels):
-    """F.cross_entropy, summed, in nats: on a CPU faster where it is trained with, uncompiled.
+    """F.cross_entropy, summed, in nats: on a CPU faster in uncompiled training.
 
     A compiler fuses the passes of torch's; what is evaluated keeps float32's digits."""
     trains = logits.requires_grad and not torch.compiler.is_compiling()

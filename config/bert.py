@@ -19,7 +19,7 @@ out_dir = "out/bert"
 order = "shuffle"
 filter_ratio = 0.0
 # architecture: learned positions and token types, norms behind the sums, biases everywhere, GELU.
-# A small model has not learnt with this table (82M tokens, no decay), nor with coupled decay;
+# A small model has not learnt with the table of positions (82M tokens, no decay), nor with decay;
 # with --position_embedding=sinusoidal_fixed --weight_decay=0 --lr=0.001 it has (results/README.md)
 n_layer = 12
 n_inner = 3072

@@ -8,8 +8,8 @@ The A6000 that scored 80.4 had micro-batches and a first step of 512 rows, as he
 16 GB had 96 and 128: --micro_batch=128 --batch_start=128.
 """
 
-# data: as many rows as the paper's, 5.53B tokens behind the filter, in its order. More of them
-# would end a slower card's day within the rows of short sentences, which come first.
+# data: as many rows as the paper's, 5.53B tokens behind the filter, in its order. With more
+# rows a slower card's day would end among those of short sentences, which come first.
 data_dir = "data/crammed"
 out_dir = "out/crammed"
 source = "monology/pile-uncopyrighted"

@@ -95,7 +95,7 @@ FORECAST_AFTER = 10.0  # seconds of tokenizing
 AGAIN = "the same command goes on once it can be read, --accept_partial=True does without it"
 # The place in a source: in its files; of the file the part that was read; characters by weight.
 START = {"file": 0, "document": 0, "part": 0.0, "taken": 0.0, "ended": False}
-START |= {"blank": 0, "not_utf8": 0}  # and how many of its documents were so
+START |= {"blank": 0, "not_utf8": 0, "no_text": 0}  # and how many of its documents were so
 # What this script writes, and may delete in the folder of a run that was killed.
 OURS = ("tokenizer*.json", "meta.json", "sample-*.json", "*.tmp", *partial.FILES)
 # The counts of meta.json: what became of the documents, and what they add up to.
@@ -179,6 +179,7 @@ def read_documents(files, place, errors):
                 begin = place["document"]
                 texts = sources.read_texts(path, text_column, begin, documents == "lines")
                 for text, part in texts:
+                    place["no_text"] += text is None
                     text = trimmed(text)
                     place.update(document=place["document"] + 1, part=part)
                     place["blank"] += not text
@@ -616,7 +617,10 @@ def begin_folder(goal, wanted):
         if (folder / name).exists():
             have, _ = read_settings(folder / name, folder)
             journal = json.loads((folder / name).read_text())
+            # What an older journal has not counted:
             journal["counts"] = dict.fromkeys(SIZES, 0) | journal["counts"]
+            for place in journal.get("places", {}).values():
+                place.update(START | place)
             if have == wanted:
                 return folder, journal
             if journal["counts"]["read"]:
@@ -831,6 +835,10 @@ def print_summary(count, journal, goal, seconds):
     blank = sum(place["blank"] for place in journal["places"].values())
     if blank and documents == "lines":
         print(f"            and {blank} blank lines")
+    no_text = sum(place["no_text"] for place in journal["places"].values())
+    if no_text:
+        said = f"{no_text} records have no {text_column!r}"
+        print(f"WARNING: {said}: is their text in another column?")
     not_utf8 = sum(place["not_utf8"] for place in journal["places"].values())
     if not_utf8:
         into = "each wrong byte is U+FFFD now: iconv -f LATIN1 -t UTF-8 mends those of old files"

@@ -340,9 +340,10 @@ def json_texts(file, column):
             raise ValueError(f"{record!r:.40} is no object with columns")
         if number == 0:
             check_column(column, record)
-        text = record.get(column)
-        if not isinstance(text, str | None):
-            raise ValueError(f"{column!r} holds {text!r:.40}, which is no text")
+        text = checked(record.get(column), column)
+        if text:
+            # Half an emoji, as scraped JSON has it: a lone surrogate, which no UTF-8 can hold.
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         yield text
 
 
@@ -365,7 +366,15 @@ def parquet_texts(file, column, start):
         for text in batch.column(0).to_pylist():
             row += 1
             if row > start:
-                yield text, row / ends[-1]
+                yield checked(text, column), row / ends[-1]
+
+
+def checked(text, column):
+    """text, a str or None; ValueError where a column holds something else."""
+    if not isinstance(text, str | None):
+        found = f"{column!r} holds {text!r:.40}, which is no text"
+        raise ValueError(f"{found}: type --text_column=NAME")
+    return text
 
 
 def check_column(column, names):

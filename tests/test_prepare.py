@@ -290,6 +290,34 @@ def test_one_bad_file_among_good_ones(tmp_path, data_dir, prepare, capsys, folde
     assert "no column 'text', it has x: type --text_column=NAME" in printed
 
 
+def test_what_json_may_hold(tmp_path, corpus, prepare, capsys):
+    """Half an emoji becomes U+FFFD; records whose text is elsewhere are told of."""
+    texts = documents_of(corpus)
+    lines = [json.dumps({"text": text}) for text in texts]
+    lines[3] = json.dumps({"text": texts[3] + " \ud83d."})
+    lines[7] = json.dumps({"text": texts[7] + " \U0001f600."})
+    lines += [json.dumps({"body": "elsewhere"})] * 5
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    meta = prepare(tmp_path / "out", path, normalisation="plain")
+    assert meta["counts"]["read"] == len(texts)
+    said = capsys.readouterr().out
+    assert "5 records have no 'text'" in said and "1 documents were not all UTF-8" in said
+    texts[3] += " \ufffd."
+    texts[7] += " \U0001f600."
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    prepare(tmp_path / "wanted", path, normalisation="plain")
+    assert same(tmp_path / "out", tmp_path / "wanted")
+
+
+@pytest.mark.parametrize("values", [[1, 2], [b"a", b"b"]])
+def test_a_column_of_parquet_that_is_no_text(tmp_path, prepare, values):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), path)
+    with pytest.raises(SystemExit, match=r"which is no text: type --text_column=NAME"):
+        prepare(tmp_path / "out", path)
+
+
 def test_a_part_is_never_called_the_whole(tmp_path, prepare, capsys, folder_with_bad_files):
     out, source = tmp_path / "out", folder_with_bad_files / "*"
     for _ in range(3):

@@ -9,7 +9,7 @@ how often a text's nearest one is its partner. Then OUT is for SentenceTransform
 """
 
 import argparse
-import csv
+import json
 import os
 import sys
 
@@ -29,11 +29,18 @@ if os.path.exists(options.out):  # it may be the model's own
     sys.exit(f"{options.out} exists: name a new folder")
 
 
+config_file = os.path.join(options.model, "config.json")
+if os.path.exists(config_file):  # else it is a name on the Hub
+    with open(config_file, encoding="utf-8") as file:
+        if json.load(file).get("model_type") == "nanocram":
+            sys.exit(f"{options.model} is no ModernBERT: transformers cannot read its architecture")
+
+
 def read(path):
     """[(text, text of the same meaning), …] of a TSV file."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+        with open(path, encoding="utf-8-sig") as file:  # nothing is quoted: "tabs" are all tabs
+            rows = [line.rstrip("\n").split("\t") for line in file]
     except (OSError, ValueError) as e:
         sys.exit(f"{path} cannot be read: {e}")
     for number, row in enumerate(rows, 1):

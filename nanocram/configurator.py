@@ -59,7 +59,7 @@ def configure(namespace, argv=None, also=None):
     own = settings(namespace)
     if argv is None:
         argv = sys.argv[1:] if namespace["__name__"] == "__main__" else []
-    if "--help" in argv:
+    if "--help" in argv or "-h" in argv:
         print_help(namespace["__doc__"], [namespace, vars(also)] if also else [namespace])
 
     # A setting that both scripts have is the script's own.
@@ -123,6 +123,9 @@ def read_recipe(path, values, defaults, script):
     One recipe serves all scripts: what another one in the folder has for a setting passes."""
     try:
         nodes = parse_file(path)
+    except FileNotFoundError:
+        words = "a setting is --name=value, a recipe a file; --help lists the settings"
+        sys.exit(f"there is no recipe {path}: {words}")
     except (OSError, *UNUSABLE) as e:
         sys.exit(f"cannot read the recipe {path}: {e}")
     known = dict(values)  # what an expression may name: also what passes here

@@ -161,7 +161,8 @@ def run(main, where, then, less_memory=lambda: "a smaller model"):
     except ModuleNotFoundError as e:
         if not e.name:  # transformers' own words
             raise
-        sys.exit(f"{e.name} is missing: pip install {e.name}")
+        package = {"sklearn": "scikit-learn"}.get(e.name, e.name)
+        sys.exit(f"{e.name} is missing: pip install {package}")
     except OSError as e:
         sys.exit(f"{e.filename or where}: {e.strerror or e}; {then}")
     except (MemoryError, RuntimeError) as e:

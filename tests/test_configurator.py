@@ -245,7 +245,9 @@ def test_slips_are_one_line(example, tmp_path):
     assert "did you mean count?" in refused(example, "--cuont=1")
     assert "--count=" in refused(example, "--count")
     assert "--name=" in refused(example, "--name", "--rate=1")
-    assert "nowhere.py" in refused(example, "nowhere.py")
+    for argument in ("nowhere.py", "config/tiny", "rate=0.1"):
+        said = refused(example, argument)
+        assert f"no recipe {argument}: a setting is --name=value" in said
     assert "recipe.py" in refused(example, write(tmp_path, "count = (\n"))
     said = refused(example, write(tmp_path, "\ncoutn = 1\n"))
     assert "line 2" in said and "did you mean count?" in said
@@ -291,6 +293,7 @@ def test_help_shows_the_settings_with_their_values(example, other, capsys):
     """As the source has them; an expression, and what has no line of its own, with its value."""
     example["width"] = 8  # the file was edited in a notebook, say
     shown = printed_help(capsys, example, ["--help"], other)
+    assert printed_help(capsys, example, ["-h"], other) == shown
     for comment in ("What it does.", "# an int\n", "# where from"):
         assert comment in shown
     assert "width = 2 * count  # an int, too  # = 8\n" in shown and "looped = 2\n" in shown

@@ -386,6 +386,7 @@ def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, tick):
             safety.write_text(folder / file, (Path(model) / file).read_text("utf-8"))
         run["classifier"] = kept_classifier(name)
     facts = machine.describe(dev)
+    run["code"] = machine.code_hash("finetune_glue.py")
     return run | {key: facts[key] for key in ("date", "device", "threads", "torch", "commit")}
 
 
@@ -441,6 +442,10 @@ def main():
     finished = [stored[job] for job in wanted if job in stored]
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.jsonl already")
+        code = machine.code_hash("finetune_glue.py")
+        others = sum(run.get("code") != code for run in finished)
+        if others:
+            print(f"{others} of them by other code than today's: delete their lines to redo them")
         # A table is about the data of a task's last run: where that had others, these come again.
         last = {run["task"]: run["data"] for run in stored_runs(who)}
         glue.add_runs(folder, [run for run in finished if run["data"] != last[run["task"]]])

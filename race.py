@@ -33,10 +33,10 @@ eval_rows = 384            # held-out rows in each
 
 import train
 
-FLAGS = [arg for arg in sys.argv[1:] if arg.startswith("--")]
+FLAGS = [arg for arg in sys.argv[1:] if arg.startswith("-")]
 SETTINGS = configure(globals(), FLAGS if __name__ == "__main__" else [], also=train)
 
-from nanocram import record, safety
+from nanocram import machine, record, safety
 from nanocram.data import load_meta
 
 HELD_OUT = "val_loss_15"  # what a race is about
@@ -108,7 +108,9 @@ def run_train(argv, values, data):
     asked = facts.get("settings", {}) | {"micro_batch": facts.get("asked_micro_batch")}
     asked |= {"compile": facts.get("asked_compile")}
     if printed.exists() and facts.get("data") == data and asked == values:
-        print(f"{folder} is there already")
+        is_todays = facts.get("code") == machine.code_hash("train.py")
+        other = "" if is_todays else ", by other code than today's: delete it to have it run anew"
+        print(f"{folder} is there already{other}")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     printed.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ None of it is needed to understand a step of training.
 
 import contextlib
 import ctypes
+import hashlib
 import math
 import os
 import platform
@@ -205,6 +206,17 @@ def device_name(device):
     """What a torch.device is, like "cuda: NVIDIA H200"."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return f"{device.type}: {name}"
+
+
+def code_hash(script):
+    """A fingerprint of the code that a run of one of our scripts is made by.
+
+    A race or a fine-tuning that is there already may be of other code than today's."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in (root / script, root / "model.py", *sorted((root / "nanocram").glob("*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def describe(device):

@@ -40,6 +40,8 @@ SAME = {
     "classifier_bias": "head_bias",
     "decoder_bias": "decoder_bias",
 }
+# Fields that change no computation of a ModernBERT, or are looked at by themselves.
+APART = {"n_narrow", "head_transform", "dropout", "zero_init"}
 # Fields of ModelConfig and State by the names that they had until November 2026.
 RENAMED = {"position": "position_embedding", "start_seconds": "setup_seconds"}
 RENAMED |= {"skipped_in_row": "consecutive_skips"}
@@ -51,8 +53,13 @@ FIXED |= {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def not_native(config):
-    """Why a model of this config is no ModernBERT, in a few words; '' where it is one."""
+    """Why a model of this config is no ModernBERT, in a few words; '' where it is one.
+
+    A switch that a fork has added makes it none, unless it has its default."""
     wrong = [name for name, value in NATIVE.items() if getattr(config, name) != value]
+    known = {*NATIVE, *SAME.values(), *APART}
+    added = [f for f in fields(config) if f.name not in known]
+    wrong += [f.name for f in added if getattr(config, f.name) != f.default]
     if config.n_narrow > 1:  # one narrow layer computes what the full model does
         wrong.append("n_narrow")
     return ", ".join(f"{name}={getattr(config, name)}" for name in wrong)

@@ -130,6 +130,16 @@ def drop_rows_after(folder, step):
     write_beside(Path(folder) / "log.csv", lambda path: path.write_bytes(text.encode()))
 
 
+def start_wandb(project, name, settings):
+    """A run of wandb.ai; exits with one line where nobody is logged in, or the network is away."""
+    import wandb
+
+    try:
+        return wandb.init(project=project, name=name, config=settings)
+    except Exception as e:  # whatever it raises
+        sys.exit(f"wandb: {first_line(e)}: type wandb login, or leave --wandb_project out")
+
+
 class Log:
     """What a train.Run tells while it trains: log.csv, run.json, the bar, lines on the terminal.
 
@@ -167,17 +177,14 @@ class Log:
         if self.is_silent:
             return
         run = self.run
+        if wandb_project:  # before anything is moved
+            self.wandb = start_wandb(wandb_project, self.folder.name, settings)
         if is_resumed:
             resume(self.folder, settings, run.state.step, run.state.elapsed)
         else:
             new_folder(self.folder)
         self.write_facts(settings)
         copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
-        if wandb_project:
-            import wandb
-
-            name = self.folder.name
-            self.wandb = wandb.init(project=wandb_project, name=name, config=settings)
         rate = self.matmul_rate / parallel.WORLD
         work = (
             f"{self.size / 1e6:.1f}M parameters, {self.flops_per_token / 1e6:.0f} MFLOP per token"
@@ -192,6 +199,17 @@ class Log:
             self.say(
                 f"with {why} this is no ModernBERT: model_folder.load() reads it, not transformers"
             )
+
+    def show(self):
+        """Write loss.png and the card: where a fork's columns do not fit them, that is said."""
+        try:
+            plot(self.folder)
+            write_card(self.folder)
+        except OSError:
+            raise
+        except (Exception, SystemExit) as e:  # read_facts() exits
+            why = f"{type(e).__name__}: {first_line(e)}"
+            self.say(f"WARNING: loss.png and README.md are not of today ({why})")
 
     def update_facts(self, settings):
         """write_facts(); a disk that is full does not end the run."""
@@ -215,7 +233,7 @@ class Log:
         text = run.meta["settings"]
         corpus = {"source": text["source"], "normalisation": text["normalisation"]}
         facts |= {"data": run.meta["sha256"]["train.bin"], "corpus": corpus | run.meta["counts"]}
-        facts |= machine.describe(run.device)
+        facts |= machine.describe(run.device) | {"code": machine.code_hash("train.py")}
         write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
     def add_row(self, losses=None):

@@ -156,6 +156,11 @@ def test_a_new_switch_of_the_model(fork, before):
     with pytest.raises(AssertionError, match=r"--scale=1\.0"):  # it was trained with the default
         fork.train(init="resume", max_steps=6, scale=3.0)
     _, _, scaled, _ = fork.train(scale=3.0, out_dir="other")
+    kinds = {}
+    for name in ("out", "other"):
+        config = json.loads((fork.folder / name / "config.json").read_text())
+        kinds[name] = config["model_type"]
+    assert kinds == {"out": "modernbert", "other": "nanocram"}  # transformers knows no scale
     assert fork.python("-c", load.format("other")).strip() == "3.0"
     assert scaled[-1]["val_loss_15"] != rows[-1]["val_loss_15"]
 

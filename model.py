@@ -17,8 +17,22 @@ import torch.nn.functional as F
 from torch import nn
 
 ROPE_THETA = 10000.0
+
+
+def relu_squared(x):
+    """arXiv 2109.08668."""
+    return F.relu(x).square()
+
+
+# The MLP's, by name. Where that ends in "glu", one half of what the first matrix gives goes through
+# the function and gates the other half (arXiv 2002.05202); else all of it goes through.
+ACTIVATIONS = {
+    "geglu": F.gelu,
+    "relu2": relu_squared,
+    "gelu": F.gelu,  # BERT's
+}
 CHOICES = {
-    "activation": ("geglu", "relu2", "gelu"),
+    "activation": tuple(ACTIVATIONS),
     "position_embedding": ("rope", "sinusoidal", "sinusoidal_fixed", "learned"),
 }
 
@@ -184,8 +198,8 @@ class Attention(nn.Module):
             if positions is not None:
                 cos, sin = cos[positions], sin[positions]  # (B, K, 1, D): the same for every head
             q = rotate(q, cos, sin)
-        # Heads come before tokens only now: rotated after it, queries and keys were copied twice.
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, T, D)
+        # Transposed only now: where the rotation came behind it, q and k were copied twice.
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, K or T, D)
         dropout = self.dropout if self.training else 0.0
         by_products = q.is_cpu and q.dtype == torch.bfloat16 and k.shape[2] <= 512
         attend = attend_by_products if by_products else F.scaled_dot_product_attention
@@ -194,26 +208,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """geglu: Wo(gelu(a) · g), with a and g the halves of Wi x (arXiv 2002.05202).
-
-    relu2: Wo(relu(Wi x)²) (arXiv 2109.08668); gelu: Wo(gelu(Wi x)), BERT's."""
+    """Gated: Wo(act(a) · g), with a and g the halves of Wi x; not gated: Wo(act(Wi x))."""
 
     def __init__(self, config):
         super().__init__()
-        self.activation = config.activation
-        width = config.n_inner * (2 if config.activation == "geglu" else 1)
+        self.act = ACTIVATIONS[config.activation]
+        self.is_gated = config.activation.endswith("glu")
+        width = 2 * config.n_inner if self.is_gated else config.n_inner
         self.Wi = nn.Linear(config.n_embd, width, bias=config.linear_bias)
         self.Wo = nn.Linear(config.n_inner, config.n_embd, bias=config.linear_bias)
 
     def forward(self, x):
         x = self.Wi(x)
-        if self.activation == "geglu":
+        if self.is_gated:
             a, g = x.chunk(2, dim=-1)
-            x = F.gelu(a) * g
-        elif self.activation == "relu2":
-            x = F.relu(x).square()
+            x = self.act(a) * g
         else:
-            x = F.gelu(x)
+            x = self.act(x)
         return self.Wo(x)
 
 
@@ -258,11 +269,11 @@ def record_bias(records, context, dtype):
     return torch.zeros_like(foreign, dtype=dtype).masked_fill_(foreign, -torch.inf)
 
 
-def dtype_of_sums(device, product_dtype):
-    """The dtype of the sums over full layers in pre-training; None: that of the embeddings.
+def pick_residual_dtype(device, product_dtype):
+    """The dtype of the residual stream through full layers in pre-training; None: the embeddings'.
 
-    On a GPU whose products are in bfloat16 these are too: a tenth fewer bytes to move, and three
-    pairs of runs, 64 wide, told no difference (results/). float16 has not the range."""
+    On a GPU whose products are in bfloat16 it is too: a tenth fewer bytes to move, and three pairs
+    of runs, 64 wide, told no difference (results/). float16 has not the range."""
     is_low = device.type == "cuda" and product_dtype == torch.bfloat16
     return product_dtype if is_low else None
 
@@ -280,7 +291,6 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
         self.n_full = config.n_layer - max(1, config.n_narrow)
-        # What norms behind the sums return is float32 anyway.
         self.pre_norm = not config.post_norm
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
         self.rope = config.position_embedding == "rope"
@@ -297,11 +307,12 @@ class Encoder(nn.Module):
         attention_mask=None,
         token_type_ids=None,
         records=None,
-        sums_in=None,
+        residual_dtype=None,
     ):
         """attention_mask (B, T) is 0 at padding. records (B, T) has the number of each token's
         record, 0 at padding: attention stays inside of a record, and RoPE knows distances alone.
-        sums_in: a dtype for the sums over full layers; norms that come behind them need float32."""
+        residual_dtype: of the residual stream, what layers add to, through full layers; post-norm
+        models keep float32, which their norms return anyway."""
         x = self.embeddings(ids, token_type_ids)  # (B, T, C)
         # The tables turn queries and keys, the bias is added to scores: each is cast to their dtype
         # once, here, for every block would do it anew.
@@ -320,8 +331,8 @@ class Encoder(nn.Module):
         if records is not None:
             attn_bias = record_bias(records, records, query_dtype)
         plain = x.dtype
-        if sums_in and self.n_full and self.pre_norm:
-            x = x.to(sums_in)
+        if residual_dtype and self.n_full and self.pre_norm:
+            x = x.to(residual_dtype)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, attn_bias)
         x = x.to(plain)
@@ -455,11 +466,11 @@ def make_loss(model, device, amp_dtype):
     It is the sum over all labels that are not -100. Rows of whole records come with records (B, T)
     too, as Encoder.forward() takes them."""
 
-    sums_in = dtype_of_sums(device, amp_dtype)
+    residual_dtype = pick_residual_dtype(device, amp_dtype)
 
     def loss_fn(ids, positions, labels, records=None):
         with mixed_precision(device, amp_dtype):
-            logits = model(ids, positions, records=records, sums_in=sums_in)
+            logits = model(ids, positions, records=records, residual_dtype=residual_dtype)
         # (B · K, V): they exist for these positions only
         return cross_entropy(logits.flatten(0, 1), labels.flatten())
 

@@ -3,7 +3,7 @@
     python train.py --budget_hours=24                         # the whole job on one GPU
     python train.py config/tiny.py                            # three minutes on a CPU
     python train.py --budget_hours=24 --init=resume           # go on after a crash, or for longer
-    torchrun --nproc_per_node=8 train.py --budget_hours=24    # on eight GPUs: more in the same time
+    torchrun --nproc_per_node=8 train.py --micro_batch=128    # a day on eight GPUs: more of it
 
 data_dir comes from prepare.py. The clock starts just before compiling: compiling, evaluating and
 saving count, preparing the data does not. out_dir gets log.csv, run.json, loss.png, ckpt.pt and
@@ -62,11 +62,11 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes later on
 n_layer = 16
-n_narrow = 0                    # last layers computed at predicted tokens alone; 0 is as 1
+n_narrow = 0                    # last layers at predicted tokens alone; 0, 1: the last, as always
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, behind the gate
-activation = "geglu"            # geglu | relu2 | gelu
+activation = "geglu"            # geglu | relu2 | gelu: ACTIVATIONS in model.py
 position_embedding = "rope"     # rope | sinusoidal (paper) | sinusoidal_fixed (its scale) | learned
 post_norm = False               # norms behind the residual sums, as in the original BERT
 embedding_norm = True           # a norm right after the embeddings
@@ -271,25 +271,26 @@ def draw_masks(rows, n_positions, n_predict, packed=True):
     """(ids, positions, labels) of rows (B, T): n_predict of each row's tokens are to be predicted.
 
     Positions (B, K = n_positions) are uniform without replacement from 1 to T − 1: [CLS], at 0, is
-    never chosen, [SEP] may be. The first n_predict have labels, the rest is padding. Of those with
-    labels, mask_token_share become [MASK] and random_token_share a random token. Rows of whole
-    records, not packed, have labels by the share of them that is no padding, nor any [CLS]."""
+    never chosen, [SEP] may be. They fill K slots of a row. The first n_predict slots have labels:
+    of these mask_token_share become [MASK], the next random_token_share a random token, the rest
+    stays. Slots behind them are spare and have no label. Rows of whole records, not packed, have
+    fewer labels, by the share of the row that is neither [PAD] nor a [CLS]."""
     B, T = rows.shape
     scores = torch.rand(B, T - 1, device=rows.device)
-    order = torch.arange(n_positions, device=rows.device)
+    slot = torch.arange(n_positions, device=rows.device)
     if not packed:
-        scores, order = spare_padding(rows, scores, order)
+        scores, slot = spare_padding(rows, scores, slot)
     # The K largest of T − 1 random numbers: K places without replacement, in random order.
     positions = scores.topk(n_positions).indices + 1  # (B, K)
     tokens = rows.gather(1, positions)
     n_mask = round(n_predict * mask_token_share)
-    replaced = torch.where(order < n_mask, MASK, tokens)
+    replaced = torch.where(slot < n_mask, MASK, tokens)
     if random_token_share:
         random_end = min(n_predict, n_mask + round(n_predict * random_token_share))
-        is_random = (order >= n_mask) & (order < random_end)
+        is_random = (slot >= n_mask) & (slot < random_end)
         replaced = torch.where(is_random, torch.randint_like(tokens, vocab_size), replaced)
     ids = rows.scatter(1, positions, replaced)
-    labels = tokens.masked_fill(order >= n_predict, IGNORE)
+    labels = tokens.masked_fill(slot >= n_predict, IGNORE)
     return ids, positions, labels
 
 
@@ -303,9 +304,11 @@ def batch_at(run, first_row, n_predict):
     batch_seed = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
     torch.manual_seed(int(batch_seed))  # a CPU heeds 32 bits of a seed
     rows = run.rows.fetch(first_row, run.state.micro_batch)
-    # Padded to one of three shapes, so that torch compiles these and not twenty. The default is for
-    # a mask_count() of yours whose peak lies between the points that padded_counts() samples.
-    n_positions = min((n for n in run.padded_counts if n >= n_predict), default=n_predict)
+    # One of three widths, 26, 32 and 38 where masks fall from 30 to 15 % of 128: torch compiles
+    # these and not twenty. A mask_count() of yours may peak between the points that
+    # padded_counts() samples, and then has its own.
+    wide_enough = [n for n in run.padded_counts if n >= n_predict]
+    n_positions = wide_enough[0] if wide_enough else n_predict
     batch = draw_masks(rows, n_positions, n_predict, run.packed)
     return batch if run.packed else (*batch, record_numbers(rows))
 
@@ -333,7 +336,10 @@ def build_optimizers(named):
     fused = where in ("cuda", "cpu")
     options = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "fused": fused}
     optimizers = [kinds[optimizer](groups, **options)]
-    if matrices:
+    if optimizer == "muon":
+        if not matrices:
+            where = "build_optimizers() looks for .layers. in their names"
+            sys.exit(f"Muon finds no matrix among the parameters: {where}")
         # bfloat16 suffices, and on GPUs without it float16; on CPUs without it, float32 is fastest.
         products = torch.float32
         if dtype in ("auto", "bfloat16") and machine.native_bf16(where):
@@ -481,13 +487,14 @@ def main():
         try:
             set_up(run, log, held_out_rows, signals)
             is_over = loop(run, log, held_out_rows, signals)
+            losses = evaluate(run, log) if is_over and parallel.RANK == 0 else None
         except (SystemExit, OSError, MemoryError, RuntimeError) as error:
             rescue(run, log, error)
             raise
 
-        # The end: a run that is over is measured, one that was stopped is kept for a resume.
+        # The end: save what was learnt. Of a run that a signal has stopped nothing is measured.
         if parallel.RANK == 0:
-            finish(run, log, is_over)
+            finish(run, log, losses)
         parallel.leave()
 
 
@@ -682,8 +689,7 @@ def save(run, log):
         run.state.elapsed = run.clock.elapsed()
         checkpoint.write(run, log.folder, optimizer_name=optimizer)
         model_folder.save(run.model, log.folder)
-        record.plot(log.folder)
-        record.write_card(log.folder)
+        log.show()
     except (OSError, RuntimeError, ValueError) as e:  # torch may raise a plain RuntimeError
         why = safety.first_line(e)
         log.say(f"WARNING: cannot save all to {log.folder}, the rest stands as it was: {why}")
@@ -757,14 +763,14 @@ def rescue(run, log, error):
     if parallel.RANK == 0 and run.is_set_up and (keeps or is_full) and not run.is_updating:
         save(run, log)
     if is_full:
-        sys.exit(f"out of memory: type {less_memory(run.state.micro_batch)}")
+        rows = 1 if run.is_updating else run.state.micro_batch  # fewer help no update
+        sys.exit(f"out of memory: type {less_memory(rows)}")
 
 
-def finish(run, log, is_over):
-    """Evaluate a run that is over, save, and report; exits with 1 where it could not be saved."""
+def finish(run, log, losses):
+    """Save and report; exits with 1 where it could not be saved. losses: None of a stopped run."""
     log.close_bar()
-    if is_over:
-        losses = evaluate(run, log)
+    if losses:
         a, b = losses["val_loss_15"], losses["val_loss_25"]
         per_char = f"{losses['val_nats_per_char']:.4f} nats per character"
         log.say(f"held-out loss {a:.4f} at 15 % masked, {b:.4f} at 25 %; {per_char}")
@@ -775,7 +781,7 @@ def finish(run, log, is_over):
             log.say("they are in ckpt.unsure.pt: renamed to ckpt.pt, --init=resume goes on from it")
     if not is_saved or log.unwritten:
         sys.exit(1)
-    if is_over:
+    if losses:
         log.report(sentences())
     else:
         where = f"step {run.state.step:,}, after {run.clock.elapsed() / 60:.1f} minutes"
@@ -861,6 +867,10 @@ def check_settings():
         if rows % micro_batch:
             fits = f"type for example --{name}={max(1, rows // micro_batch) * micro_batch}"
             sys.exit(f"{name}={rows} is no multiple of micro_batch={micro_batch}: {fits}")
+    for rows in (batch_rows(i / 1000) for i in range(1001)):  # a ramp of yours may give others
+        if rows % micro_batch:
+            said = f"batch_rows() gives {rows}, no multiple of micro_batch={micro_batch}"
+            sys.exit(f"{said}: round what it returns, in train.py")
     if any(sentence.count("[MASK]") != 1 for sentence in sentences()):
         sys.exit("samples: each sentence needs one [MASK], and a | stands between two sentences")
     if offload and parallel.WORLD > 1:

@@ -117,15 +117,16 @@ def record_numbers(rows):
     return (rows == CLS).cumsum(1) * (rows != PAD)
 
 
-def spare_padding(rows, scores, order):
-    """(scores, order) by which padding and the [CLS] of records are never predicted.
+def spare_padding(rows, scores, slot):
+    """(scores, slot) by which padding and the [CLS] of records are never predicted.
 
-    rows (B, T) of whole records; scores (B, T − 1) choose places, the highest first; order (K,)
-    of the chosen becomes one of each row, (B, K): half a row of padding halves the labels."""
+    rows (B, T) of whole records; scores (B, T − 1) choose places, the highest first. slot (K,),
+    the number of a choice, becomes (B, K): half a row of padding stretches it to twice as much, so
+    that the row has half as many labels."""
     is_text = (rows != PAD) & (rows != CLS)
     is_text = is_text[:, 1:]  # a row's first [CLS] has no score
     share = is_text.float().mean(1, keepdim=True)
-    return scores.masked_fill(~is_text, -1.0), (order + 0.5) / share
+    return scores.masked_fill(~is_text, -1.0), (slot + 0.5) / share
 
 
 def held_out(rows, batch, packed=True):
@@ -139,16 +140,16 @@ def held_out(rows, batch, packed=True):
     # with equal N.
     generator = torch.Generator().manual_seed(0)
     scores = torch.stack([torch.rand(T - 1, generator=generator) for _ in range(N)])
-    order = torch.arange(k)
+    slot = torch.arange(k)
     if not packed:
-        scores, order = spare_padding(rows, scores, order)
+        scores, slot = spare_padding(rows, scores, slot)
     positions = torch.stack([row.topk(k).indices for row in scores]) + 1  # (N, k)
     tokens = rows.gather(1, positions)
     batch = min(batch, N)
     filled = torch.arange(round_up(N, batch)) % N  # numbers of rows, a few repeated at the end
     sets = {}
     for rate in (15, 25):
-        kept = order >= round(rate * T / 100)  # not masked at this rate
+        kept = slot >= round(rate * T / 100)  # not masked at this rate
         ids = rows.scatter(1, positions, torch.where(kept, tokens, MASK))[filled]
         labels = tokens.masked_fill(kept, IGNORE)[filled]
         labels[N:] = IGNORE

@@ -1,6 +1,6 @@
 """Several GPUs as one: what the processes that torchrun starts have to agree on.
 
-    torchrun --nproc_per_node=8 train.py --budget_hours=24
+    torchrun --nproc_per_node=8 train.py --micro_batch=128
     torchrun --nproc_per_node=2 train.py config/tiny.py --device=cpu   # two processes on a CPU
 
 Of the micro-batches of a step, rank r of N computes those numbered r, r + N and so on, with the

@@ -274,7 +274,7 @@ def test_memory_that_runs_out_in_mid_run(train, monkeypatch, capsys, offload):
     assert "micro_batch=2, since 8 did not fit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["an evaluation", "the optimiser's step"])
+@pytest.mark.parametrize("where", ["an evaluation", "the last evaluation", "the optimiser's step"])
 def test_memory_that_runs_out_elsewhere(train, monkeypatch, where):
     """The run ends. It is saved as it was before, unless weights may be half changed."""
     put(monkeypatch, module, max_steps=9, samples="", evals=3)
@@ -283,15 +283,18 @@ def test_memory_that_runs_out_elsewhere(train, monkeypatch, where):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     def fill(run):
-        if where == "an evaluation":
+        if "evaluation" in where:
             monkeypatch.setattr(module, "mean_loss", fail)
         else:
             run.optimizers[-1].step = fail
 
-    before_step(monkeypatch, 5, fill)
-    with pytest.raises(SystemExit, match="out of memory: type"):
+    before_step(monkeypatch, 8 if where == "the last evaluation" else 5, fill)
+    with pytest.raises(SystemExit, match="out of memory: type") as end:
         module.main()
-    assert whole(Path(train.out_dir))["step"] == (6 if where == "an evaluation" else 1)
+    saved_at = {"an evaluation": 6, "the last evaluation": 9, "the optimiser's step": 1}
+    assert whole(Path(train.out_dir))["step"] == saved_at[where]
+    # An update takes as much whatever the rows.
+    assert ("--micro_batch=" in str(end.value)) == ("evaluation" in where)
 
 
 # A GPU that has fallen off the bus: from step 5 on every call is an error, of a save's copies too.

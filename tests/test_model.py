@@ -21,9 +21,9 @@ from model import (
     MaskedLM,
     ModelConfig,
     attend_by_products,
-    dtype_of_sums,
     make_loss,
     mixed_precision,
+    pick_residual_dtype,
 )
 from nanocram.configurator import configure
 from nanocram.model_folder import load, not_native, save
@@ -306,7 +306,7 @@ def test_residual_sums_in_bfloat16_cost_a_gradient_about_what_its_products_do(mo
     labels = ids.gather(1, positions)
 
     def gradient(product_dtype, sums):
-        monkeypatch.setattr("model.dtype_of_sums", lambda *_: sums)
+        monkeypatch.setattr("model.pick_residual_dtype", lambda *_: sums)
         model.zero_grad()
         make_loss(model, torch.device("cpu"), product_dtype)(ids, positions, labels).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()]).double()
@@ -319,9 +319,11 @@ def test_residual_sums_in_bfloat16_cost_a_gradient_about_what_its_products_do(mo
 
 def test_residual_sums_are_low_on_a_gpu_with_bfloat16_alone():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert dtype_of_sums(gpu, torch.bfloat16) == torch.bfloat16
-    assert dtype_of_sums(gpu, torch.float16) is dtype_of_sums(gpu, torch.float32) is None
-    assert dtype_of_sums(cpu, torch.bfloat16) is None
+    assert pick_residual_dtype(gpu, torch.bfloat16) == torch.bfloat16
+    assert (
+        pick_residual_dtype(gpu, torch.float16) is pick_residual_dtype(gpu, torch.float32) is None
+    )
+    assert pick_residual_dtype(cpu, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])

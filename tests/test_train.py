@@ -205,6 +205,13 @@ def small():
     return MaskedLM(model_config(**sizes, norm_bias=True, head_transform=True))
 
 
+def test_muon_without_a_matrix_is_refused(setting):
+    """Where a fork renames its blocks AdamW would take all, at a rate that is not its own."""
+    setting(optimizer="muon")
+    with pytest.raises(SystemExit, match="Muon finds no matrix"):
+        module.build_optimizers({"model.blocks.0.weight": torch.nn.Parameter(torch.zeros(2, 2))})
+
+
 def test_muon_gets_the_blocks_matrices_and_nothing_else_decays_but_tables(setting):
     setting(optimizer="muon", weight_decay=0.1, muon_weight_decay=0.2)
     model = small()
@@ -534,6 +541,12 @@ def test_a_short_run_goes_on_without_a_compiler(train, setting, monkeypatch, cap
     assert "compiling" in first and "no compiler" in said
     train.main()
     assert run_json(train)["settings"]["compile"] is False
+
+
+def test_a_ramp_of_a_fork_whose_steps_are_no_whole_micro_batches(train, monkeypatch):
+    monkeypatch.setattr(module, "batch_rows", lambda progress: 8 if progress < 0.5 else 12)
+    with pytest.raises(SystemExit, match=r"batch_rows\(\) gives 12, no multiple of micro_batch=8"):
+        train.main()
 
 
 def test_a_long_run_without_a_compiler_ends_at_once(train, setting, monkeypatch):
@@ -1012,6 +1025,14 @@ def test_a_real_allocator_that_refuses(data_dir, tmp_path):
     assert json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["micro_batch"] < 1024
 
 
+def test_a_card_that_a_forks_columns_do_not_fit_ends_no_run(train, monkeypatch, capsys):
+    monkeypatch.setattr(train, "max_steps", 2)
+    monkeypatch.setattr(record, "CARD", record.CARD + "{row[val_loss_40]}")
+    train.main()
+    assert "README.md are not of today (KeyError: 'val_loss_40')" in capsys.readouterr().out
+    assert Path(train.out_dir, "model.safetensors").exists()
+
+
 def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_path):
     for name, value in {"max_steps": 4, "wandb_project": "mine"}.items():
         monkeypatch.setattr(train, name, value)
@@ -1019,6 +1040,14 @@ def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_
     with pytest.raises(ModuleNotFoundError, match="wandb"):  # safety.run() says it
         train.main()
     assert not Path(train.out_dir).exists()
+
+    def refuse(**facts):
+        raise ConnectionError("api.wandb.ai is away")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    with pytest.raises(SystemExit, match=r"wandb: .* is away: type wandb login"):
+        train.main()
+    assert not Path(train.out_dir, "run.json").exists()
     seen = []
     told = types.SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))))
     monkeypatch.setitem(

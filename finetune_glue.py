@@ -71,6 +71,7 @@ PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "g
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 # fmt: on
 LINE_SECONDS = 180.0  # between two lines about progress where there is no terminal
+CODE = machine.code_hash("finetune_glue.py")  # what made a run, as it was when this began
 
 
 @dataclass
@@ -386,8 +387,8 @@ def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, tick):
             safety.write_text(folder / file, (Path(model) / file).read_text("utf-8"))
         run["classifier"] = kept_classifier(name)
     facts = machine.describe(dev)
-    run["code"] = machine.code_hash("finetune_glue.py")
-    return run | {key: facts[key] for key in ("date", "device", "threads", "torch", "commit")}
+    shown = ("date", "device", "threads", "torch", "commit")
+    return run | {key: facts[key] for key in shown} | {"code": CODE}
 
 
 def check_settings():
@@ -442,8 +443,7 @@ def main():
     finished = [stored[job] for job in wanted if job in stored]
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.jsonl already")
-        code = machine.code_hash("finetune_glue.py")
-        others = sum(run.get("code") != code for run in finished)
+        others = sum(run.get("code") != CODE for run in finished)
         if others:
             print(f"{others} of them by other code than today's: delete their lines to redo them")
         # A table is about the data of a task's last run: where that had others, these come again.

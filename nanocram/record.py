@@ -157,6 +157,7 @@ class Log:
         mean_positions = sum(run.padded_counts) / len(run.padded_counts)
         self.flops_per_token = run.model.flops_per_token(run.rows.seq_len, mean_positions)
         self.first_row = run.state.row  # when this process began to train
+        self.code = machine.code_hash("train.py")  # now: its files may be edited while it runs
         self.unwritten = []  # rows that log.csv could not take so far
         self.has_foretold = False
         self.wandb = None
@@ -233,7 +234,7 @@ class Log:
         text = run.meta["settings"]
         corpus = {"source": text["source"], "normalisation": text["normalisation"]}
         facts |= {"data": run.meta["sha256"]["train.bin"], "corpus": corpus | run.meta["counts"]}
-        facts |= machine.describe(run.device) | {"code": machine.code_hash("train.py")}
+        facts |= machine.describe(run.device) | {"code": self.code}
         write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
     def add_row(self, losses=None):

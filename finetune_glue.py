@@ -317,10 +317,11 @@ def refuse_other(folder):
     """Exit if a folder for a classifier exists and is not ours."""
     config = folder / "config.json"
     text = config.read_text(errors="replace") if config.is_file() else ""
-    ours = '"nanocram"' in text and '"id2label"' in text
-    if folder.is_dir():  # a kill in its first moment leaves config.json.tmp
-        ours = ours or all(path.name == "config.json.tmp" for path in folder.iterdir())
-    if folder.exists() and not ours:
+    is_ours = '"nanocram"' in text and '"id2label"' in text
+    has_begun = False  # a kill in its first moment leaves config.json.tmp
+    if folder.is_dir():
+        has_begun = all(path.name == "config.json.tmp" for path in folder.iterdir())
+    if folder.exists() and not (is_ours or has_begun):
         sys.exit(f"{folder} is no classifier of ours: move it away, or leave out --save_models")
 
 

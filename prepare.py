@@ -173,8 +173,9 @@ def read_documents(files, place, errors):
     while place["file"] < len(files):
         path = files[place["file"]]
         if path not in errors:
-            for after in files[place["file"] + 1 : place["file"] + 2]:
-                sources.open_ahead(after)
+            after = place["file"] + 1
+            if after < len(files):
+                sources.open_ahead(files[after])
             try:
                 begin = place["document"]
                 texts = sources.read_texts(path, text_column, begin, documents == "lines")

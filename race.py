@@ -51,8 +51,8 @@ def parse_contenders(texts):
     contenders = {}
     for text in texts:
         name, argv = [], []
-        for part in text.split("+"):
-            is_recipe = part.endswith(".py") or not argv
+        for number, part in enumerate(text.split("+")):
+            is_recipe = part.endswith(".py") or number == 0
             if is_recipe and not Path(part).is_file():
                 sys.exit(f"{part} not found: name a recipe, such as config/small.py")
             name.append(Path(part).stem if is_recipe else part)

@@ -83,7 +83,7 @@ zero_init = True                # the blocks' output matrices start at zero, as 
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of matrix products
-compile = True                  # torch.compile; off where it cannot
+compile = True                  # torch.compile; where it cannot a run of an hour or more ends
 offload = False                 # keep weights, gradients and optimiser state in host memory
 # the record
 evals = 20                      # evaluations, evenly spread from the start on, and one at the end

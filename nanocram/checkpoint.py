@@ -126,14 +126,18 @@ def misfit_of_run(run, optimizer_name, checkpoint):
 
 
 def misfit_of_numbers(saved, defaults):
-    """The first saved value of another type than its default, or that no run has; '' if none."""
+    """The first saved value of another type than its default, or that no run has; '' if none.
+
+    What has no default here, such as the scale where none is used, is not looked at."""
     for name, value in saved.items():
-        wanted = type(defaults.get(name))
+        if defaults.get(name) is None:
+            continue
+        wanted = type(defaults[name])
         is_number = type(value) in (int, float) and -1 <= value < math.inf
         fits = type(value) is wanted or (wanted is float and type(value) is int)
         if wanted in (int, float):
             fits = fits and is_number
-        if not fits and defaults.get(name) is not None:
+        if not fits:
             return f"{name}={value!r:.30}"
     return ""
 

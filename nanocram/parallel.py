@@ -71,7 +71,7 @@ def all_reduce(tensors, op="SUM"):
     Exits with one line when another rank has died; torchrun ends those that could not notice."""
     if WORLD == 1:
         return
-    # As one buffer: the gradients are 115 tensors, and a card's links are fast for large ones only.
+    # As one buffer: the gradients are 131 tensors, and a card's links are fast for large ones only.
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     try:
         dist.all_reduce(flat, op=getattr(dist.ReduceOp, op))

@@ -90,11 +90,11 @@ def resume(folder, settings, step, elapsed):
     print(f"resumed at step {step:,}, {elapsed / 3600:.2f} hours into the run{lost}")
 
 
-def as_lines(rows, has_header):
+def as_lines(rows, with_header):
     """Dicts as lines of a log.csv, their keys by COLUMNS; what is not there stays empty."""
     lines = io.StringIO()
     writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore")
-    if not has_header:
+    if with_header:
         writer.writeheader()
     for row in rows:
         short = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
@@ -105,8 +105,8 @@ def as_lines(rows, has_header):
 def append_row(folder, row):
     """Append one row to log.csv, or raise OSError and leave it as it was."""
     path = Path(folder) / "log.csv"
-    has_header = path.exists() and path.stat().st_size > 0
-    append_text(path, as_lines([row], has_header))
+    is_new = not path.exists() or path.stat().st_size == 0
+    append_text(path, as_lines([row], with_header=is_new))
 
 
 def read_log(folder):
@@ -126,16 +126,19 @@ def read_log(folder):
 def drop_rows_after(folder, step):
     """Remove what log.csv says of the steps after `step`: a resumed run does them again."""
     rows = [row for row in read_log(folder) if row["step"] <= step]
-    text = as_lines(rows, has_header=False)
+    text = as_lines(rows, with_header=True)
     write_beside(Path(folder) / "log.csv", lambda path: path.write_bytes(text.encode()))
 
 
-def start_wandb(project, name, settings):
-    """A run of wandb.ai; exits with one line where nobody is logged in, or the network is away."""
+def start_wandb(project, name, settings, run_id):
+    """A run of wandb.ai; exits with one line where nobody is logged in, or the network is away.
+
+    run_id: of the run to go on with, None for a new one."""
     import wandb
 
+    options = {"id": run_id, "resume": "allow"}
     try:
-        return wandb.init(project=project, name=name, config=settings)
+        return wandb.init(project=project, name=name, config=settings, **options)
     except Exception as e:  # whatever it raises
         sys.exit(f"wandb: {first_line(e)}: type wandb login, or leave --wandb_project out")
 
@@ -161,6 +164,7 @@ class Log:
         self.unwritten = []  # rows that log.csv could not take so far
         self.has_foretold = False
         self.wandb = None
+        self.wandb_id = None
         self.bar = None  # from the first step on
 
     def say(self, line):
@@ -179,7 +183,9 @@ class Log:
             return
         run = self.run
         if wandb_project:  # before anything is moved
-            self.wandb = start_wandb(wandb_project, self.folder.name, settings)
+            known = read_facts(self.folder).get("wandb_id") if is_resumed else None
+            self.wandb = start_wandb(wandb_project, self.folder.name, settings, known)
+            self.wandb_id = self.wandb.id
         if is_resumed:
             resume(self.folder, settings, run.state.step, run.state.elapsed)
         else:
@@ -235,6 +241,8 @@ class Log:
         corpus = {"source": text["source"], "normalisation": text["normalisation"]}
         facts |= {"data": run.meta["sha256"]["train.bin"], "corpus": corpus | run.meta["counts"]}
         facts |= machine.describe(run.device) | {"code": self.code}
+        if self.wandb_id:
+            facts["wandb_id"] = self.wandb_id  # a resume goes on with it
         write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
     def add_row(self, losses=None):
@@ -435,7 +443,7 @@ CARD_BEGIN = """---
 """
 CARD = """{begin}{front}
 license: other  # yours to choose
-# to share it: hf upload YOU/{name} FOLDER --exclude ckpt.pt, which is for resuming alone
+# to share it: hf upload YOU/{name} FOLDER --exclude 'ckpt*', which is for resuming alone
 tags: [masked-lm, cramming]
 ---
 

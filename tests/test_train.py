@@ -1049,7 +1049,7 @@ def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_
         train.main()
     assert not Path(train.out_dir, "run.json").exists()
     seen = []
-    told = types.SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))))
+    told = types.SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))), id="abc")
     monkeypatch.setitem(
         sys.modules, "wandb", types.SimpleNamespace(init=lambda **facts: seen.append(facts) or told)
     )
@@ -1058,6 +1058,12 @@ def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_
     rows = record.read_log(train.out_dir)
     assert {step for step, _ in seen[1:]} == {row["step"] for row in rows} == {0, 2, 4}
     assert seen[-1][1]["val_loss_15"] == pytest.approx(rows[-1]["val_loss_15"], rel=1e-5)
+    seen.clear()
+    for name, value in {"max_steps": 6, "init": "resume"}.items():
+        monkeypatch.setattr(train, name, value)
+    train.main()  # goes on with the same run of theirs
+    assert seen[0]["id"] == "abc" and {step for step, _ in seen[1:]} == {6}
+    monkeypatch.setattr(train, "init", "scratch")
     monkeypatch.setattr(train, "wandb_project", "")
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(train, "out_dir", str(tmp_path / "other"))

@@ -23,8 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanocram import machine
+from nanocram import machine, record
 
+PLOT = record.plot
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
 SMALL_MODEL = {
     "vocab_size": 600,
@@ -97,6 +98,8 @@ def train(monkeypatch, data_dir, tmp_path):
 
     # Seconds of work, and many of them in bfloat16 where that is not native.
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)
+    # Most of a small save: who looks at loss.png puts PLOT back.
+    monkeypatch.setattr(record, "plot", lambda folder: None)
     folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
     put(monkeypatch, train, **(SMALL_MODEL | folders))
     return train

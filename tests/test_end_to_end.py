@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import ROOT, SMALL_DATA, SMALL_MODEL, last_line, put, script
+from conftest import PLOT, ROOT, SMALL_DATA, SMALL_MODEL, last_line, put, script
 from safetensors.torch import load_file
 
 from nanocram import record
@@ -292,6 +292,7 @@ def test_a_run_that_is_over_is_completed(finished, tmp_path, train, monkeypatch,
     for name in ("model.safetensors", "config.json", "loss.png", "README.md"):
         (out / name).unlink()
     put(monkeypatch, train, init="resume", max_steps=60, dropout=0.1)
+    put(monkeypatch, record, plot=PLOT)
     train.main()
     said = capsys.readouterr().out
     assert "--max_steps" in said and "once upon a" in said

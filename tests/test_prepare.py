@@ -120,12 +120,6 @@ def test_rows_equal_a_second_implementation(data_dir, corpus):
     assert meta["seq_len"] == 128
 
 
-def test_threads_change_nothing(tmp_path, corpus, prepare, data_dir):
-    for threads in (1, 5):
-        prepare(tmp_path / f"{threads}", corpus, threads=threads)
-        assert same(tmp_path / f"{threads}", data_dir)
-
-
 def test_other_processes_tokenize_alike(tmp_path, corpus, prepare, data_dir, monkeypatch):
     put(monkeypatch, module, ALONE=2, BATCH=5000)
     prepare(tmp_path / "out", corpus, threads=2)
@@ -756,11 +750,6 @@ def test_a_process_ends_in_one_line(folder_of_slips, values, message):
 
 def lines_of(corpus):
     return [line for line in corpus.read_text().splitlines() if line.strip()]
-
-
-def stream_of(folder, name="train.bin", T=128):
-    """The tokens of a set's rows, one behind the other, [CLS] left out."""
-    return rows_of(folder, name, T)[:, 1:].flatten().tolist()
 
 
 def test_each_line_is_a_document(tmp_path, corpus, prepare, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, model_config, new_log, new_run, put
+from conftest import PLOT, ROOT, SMALL_MODEL, model_config, new_log, new_run, put
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,11 +37,6 @@ def test_trapezoid(setting):
     assert module.lr_scale(0.675) == pytest.approx(0.5)
     setting(warmup=0.0, cooldown=0.0)
     assert module.lr_scale(0) == module.lr_scale(1) == 1
-
-
-def test_triangle_is_the_papers(setting):
-    setting(schedule="triangle")
-    assert [module.lr_scale(p) for p in (0, 0.25, 0.75, 0.875, 1)] == [0.25, 0.5, 1, 0.5, 0]
 
 
 def test_constant(setting):
@@ -195,11 +190,6 @@ def test_no_ramp_needs_no_batch_start(setting):
     module.check_settings()
 
 
-def test_no_ramp(setting):
-    setting(batch_ramp=0.0)
-    assert module.batch_rows(0) == module.batch_size
-
-
 def small():
     sizes = {"vocab_size": 90, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_inner": 24}
     return MaskedLM(model_config(**sizes, norm_bias=True, head_transform=True))
@@ -273,9 +263,8 @@ def test_accumulation_gives_the_gradient_of_one_big_batch(train, setting, monkey
 SYNCHRONISE = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
 
 
-@pytest.mark.parametrize("name", ["muon", "adamw"])
 @pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_synchronisation_a_step(train, setting, monkeypatch, name, amp_dtype):
+def test_one_synchronisation_a_step(train, setting, monkeypatch, amp_dtype):
     """Whatever the number of micro-batches, the device is asked once a step: for loss and norm."""
     asked = []
 
@@ -290,7 +279,7 @@ def test_one_synchronisation_a_step(train, setting, monkeypatch, name, amp_dtype
         return original(tensor)
 
     monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    setting(optimizer=name, batch_size=32)
+    setting(batch_size=32)  # Muon on matrices, AdamW on the rest
     run = new_run(amp_dtype)
     is_half = amp_dtype == torch.float16
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=is_half)
@@ -499,7 +488,7 @@ def held_out_rows(run):
 
 def test_compiled_equals_eager(train, setting):
     """Loss and every gradient of a compiled micro-batch against eager ones."""
-    setting(n_layer=1, compile=True)
+    setting(n_layer=1, compile=True, mask_rate_end=0.3)  # one shape to compile, not three
     run = new_run()
     batch, eager = module.batch_at(run, 0, 20), run.loss_fn
     compile_and_fit(run)
@@ -804,7 +793,8 @@ def test_a_failing_save_is_a_warning(train, monkeypatch, capsys, part):
         assert before == {p.name: p.read_bytes() for p in log.folder.iterdir()}
 
 
-def test_saving_before_the_first_row_of_the_log(train):
+def test_saving_before_the_first_row_of_the_log(train, monkeypatch):
+    monkeypatch.setattr(record, "plot", PLOT)
     run = new_run()
     log = new_log(run)
     assert module.save(run, log)

@@ -71,7 +71,7 @@ PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "g
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 # fmt: on
 LINE_SECONDS = 180.0  # between two lines about progress where there is no terminal
-CODE = machine.code_hash("finetune_glue.py")  # what made a run, as it was when this began
+CODE = machine.code_hash(__file__)  # what made a run, as it was when this began
 
 
 @dataclass
@@ -444,9 +444,9 @@ def main():
     finished = [stored[job] for job in wanted if job in stored]
     if finished:
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.jsonl already")
-        others = sum(run.get("code") != CODE for run in finished)
+        others = {run.get("code", CODE) for run in finished} - {CODE}
         if others:
-            print(f"{others} of them by other code than today's: delete their lines to redo them")
+            print(f"of them some are by code {', '.join(others)}, today's is {CODE}: delete those")
         # A table is about the data of a task's last run: where that had others, these come again.
         last = {run["task"]: run["data"] for run in stored_runs(who)}
         glue.add_runs(folder, [run for run in finished if run["data"] != last[run["task"]]])

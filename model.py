@@ -24,8 +24,8 @@ def relu_squared(x):
     return F.relu(x).square()
 
 
-# The MLP's, by name. Where that ends in "glu", one half of what the first matrix gives goes through
-# the function and gates the other half (arXiv 2002.05202); else all of it goes through.
+# Activation functions of the MLP. Where a name ends in "glu", one half of what the first matrix
+# gives goes through the function and gates the other half (arXiv 2002.05202); else all of it does.
 ACTIVATIONS = {
     "geglu": F.gelu,
     "relu2": relu_squared,
@@ -41,7 +41,8 @@ CHOICES = {
 class ModelConfig:
     """Sizes and switches of the model; train.py says what each is, and has its default.
 
-    A new switch may have its default here: a global of train.py with its name overrides it."""
+    A new switch may have a default here, the value that changes nothing: where it has another, and
+    without a default, a model folder is no ModernBERT. A global of train.py overrides it."""
 
     vocab_size: int
     max_seq_len: int

@@ -808,15 +808,17 @@ def read_all(files, share, so_far):
 def good_for(tokens):
     """The commands that see so many tokens ten times: lines of advice.
 
-    Two CPU cores see 19,477 tokens a second with config/tiny.py and 7,900 with small.py (measured,
-    README.md); config/domain.py takes 78 MFLOP a token, of an RTX 3090's 28 TFLOP/s."""
+    Two CPU cores with AMX see 69,279 tokens a second with config/tiny.py and 34,191 with
+    small.py (measured, README.md); config/domain.py takes 78 MFLOP a token, of an RTX 3090's 28
+    TFLOP/s."""
     seen = 10 * tokens
-    recipe, speed = ("tiny", 19477) if tokens < 5e6 else ("small", 7900)
+    recipe, speed = ("tiny", 69279) if tokens < 5e6 else ("small", 34191)
     data = f"--data_dir={data_dir} --vocab_size={vocab_size} --seq_len={seq_len}"
     data += f" --max_seq_len={seq_len}" if seq_len > 512 else ""
     data += f" --out_dir=out/{Path(data_dir).name}"
     hours = max(0.05, seen / speed / 3600)
-    lines = [f"two CPU cores: python train.py config/{recipe}.py --budget_hours={hours:.3g} {data}"]
+    command = f"python train.py config/{recipe}.py --budget_hours={hours:.3g} {data}"
+    lines = [f"two CPU cores with AMX (without bfloat16: 4 to 7 times as long): {command}"]
     if tokens > 5e8:
         lines.append(f"a GPU: python train.py --budget_hours=24 {data}")
     elif tokens > 1e7:
@@ -837,13 +839,15 @@ def print_summary(count, journal, goal, seconds):
     if blank and documents == "lines":
         print(f"            and {blank} blank lines")
     no_text = sum(place["no_text"] for place in journal["places"].values())
-    if no_text:
+    if no_text > 0.01 * count["read"]:
         said = f"{no_text} records have no {text_column!r}"
         print(f"WARNING: {said}: is their text in another column?")
+    elif no_text:
+        print(f"            and {no_text} records without {text_column!r}")
     not_utf8 = sum(place["not_utf8"] for place in journal["places"].values())
     if not_utf8:
-        into = "each wrong byte is U+FFFD now: iconv -f LATIN1 -t UTF-8 mends those of old files"
-        print(f"WARNING: {not_utf8} documents were not all UTF-8: {into}")
+        cure = "iconv -f LATIN1 -t UTF-8 mends text files of an older time"
+        print(f"WARNING: {not_utf8} documents have U+FFFD, where they were not UTF-8: {cure}")
     if len(count["sources"]) > 1:
         for name, part in count["sources"].items():
             size = f"{part['tokens']:,} tokens and {part['val_tokens']:,} held out"

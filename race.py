@@ -108,9 +108,10 @@ def run_train(argv, values, data):
     asked = facts.get("settings", {}) | {"micro_batch": facts.get("asked_micro_batch")}
     asked |= {"compile": facts.get("asked_compile")}
     if printed.exists() and facts.get("data") == data and asked == values:
-        is_todays = facts.get("code") == machine.code_hash("train.py")
-        other = "" if is_todays else ", by other code than today's: delete it to have it run anew"
-        print(f"{folder} is there already{other}")
+        code, today = facts.get("code"), machine.code_hash(train.__file__)
+        print(f"{folder} is there already")
+        if code and code != today:
+            print(f"it is by code {code}, today's is {today}: delete it to have it run anew")
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     printed.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
     python train.py --budget_hours=24                         # the whole job on one GPU
     python train.py config/tiny.py                            # three minutes on a CPU
     python train.py --budget_hours=24 --init=resume           # go on after a crash, or for longer
-    torchrun --nproc_per_node=8 train.py --micro_batch=128    # a day on eight GPUs: more of it
+    torchrun --nproc_per_node=8 train.py --micro_batch=128    # a day on eight GPUs
 
 data_dir comes from prepare.py. The clock starts just before compiling: compiling, evaluating and
 saving count, preparing the data does not. out_dir gets log.csv, run.json, loss.png, ckpt.pt and
@@ -62,7 +62,7 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes later on
 n_layer = 16
-n_narrow = 0                    # last layers at predicted tokens alone; 0, 1: the last, as always
+n_narrow = 0                    # last layers at predicted tokens alone; 0 and 1: the last one
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, behind the gate
@@ -338,8 +338,8 @@ def build_optimizers(named):
     optimizers = [kinds[optimizer](groups, **options)]
     if optimizer == "muon":
         if not matrices:
-            where = "build_optimizers() looks for .layers. in their names"
-            sys.exit(f"Muon finds no matrix among the parameters: {where}")
+            why = "build_optimizers() looks for .layers. in their names"
+            sys.exit(f"Muon finds no matrix among the parameters: {why}")
         # bfloat16 suffices, and on GPUs without it float16; on CPUs without it, float32 is fastest.
         products = torch.float32
         if dtype in ("auto", "bfloat16") and machine.native_bf16(where):
@@ -478,7 +478,8 @@ def main():
             # Settings, learning rates among them, are those of this command: type them again.
             checkpoint.restore(run, out_dir, optimizer_name=optimizer)
         choose_micro_batch(run.state)
-        log = record.Log(run, out_dir, tokenizer, rate, is_silent=parallel.RANK > 0)
+        code = machine.code_hash(__file__)  # now: it may be edited while the run goes on
+        log = record.Log(run, out_dir, tokenizer, rate, is_silent=parallel.RANK > 0, code=code)
         log.begin(init == "resume", settings_in_use(run), data_dir, wandb_project)
 
         # The clock starts. Compiling and finding a micro-batch that fits count, though the schedule
@@ -487,7 +488,7 @@ def main():
         try:
             set_up(run, log, held_out_rows, signals)
             is_over = loop(run, log, held_out_rows, signals)
-            losses = evaluate(run, log) if is_over and parallel.RANK == 0 else None
+            losses = last_evaluation(run, log) if is_over and parallel.RANK == 0 else None
         except (SystemExit, OSError, MemoryError, RuntimeError) as error:
             rescue(run, log, error)
             raise
@@ -689,7 +690,7 @@ def save(run, log):
         run.state.elapsed = run.clock.elapsed()
         checkpoint.write(run, log.folder, optimizer_name=optimizer)
         model_folder.save(run.model, log.folder)
-        log.show()
+        log.draw()
     except (OSError, RuntimeError, ValueError) as e:  # torch may raise a plain RuntimeError
         why = safety.first_line(e)
         log.say(f"WARNING: cannot save all to {log.folder}, the rest stands as it was: {why}")
@@ -763,8 +764,18 @@ def rescue(run, log, error):
     if parallel.RANK == 0 and run.is_set_up and (keeps or is_full) and not run.is_updating:
         save(run, log)
     if is_full:
-        rows = 1 if run.is_updating else run.state.micro_batch  # fewer help no update
+        # A smaller micro_batch makes no update smaller.
+        rows = 1 if run.is_updating else run.state.micro_batch
         sys.exit(f"out of memory: type {less_memory(rows)}")
+
+
+def last_evaluation(run, log):
+    """evaluate(); whatever goes wrong in it, what was learnt is kept."""
+    try:
+        return evaluate(run, log)
+    except Exception:
+        save(run, log)
+        raise
 
 
 def finish(run, log, losses):

@@ -1,8 +1,9 @@
 """A BERT of 4.7M parameters on 50M tokens of English: an hour of two CPU cores.
 
-With bfloat16 (AVX512-BF16 or AMX) an hour holds some 25 tokens for each parameter, as many as the
-smallest card's day. So what shapes the learning is the day's, as train.py has it, but for the sizes
-and a constant batch. A CPU without bfloat16 is five times as slow: give it an evening.
+On cores with AMX an hour holds some 25 tokens for each parameter, as many as the smallest card's
+day. So what shapes the learning is the day's, as train.py has it, but for the sizes and a constant
+batch. Other cores are slower, up to seven times without bfloat16: give them an evening. Without a C
+compiler, or in float32, where compiling gains nothing: --compile=False.
 """
 
 # prepare.py

@@ -39,7 +39,7 @@ if os.path.exists(config_file):  # else it is a name on the Hub
 def read(path):
     """[(text, text of the same meaning), …] of a TSV file."""
     try:
-        with open(path, encoding="utf-8-sig") as file:  # nothing is quoted: "tabs" are all tabs
+        with open(path, encoding="utf-8-sig") as file:  # quotes mean nothing here
             rows = [line.rstrip("\n").split("\t") for line in file]
     except (OSError, ValueError) as e:
         sys.exit(f"{path} cannot be read: {e}")

@@ -209,12 +209,12 @@ def device_name(device):
 
 
 def code_hash(script):
-    """A fingerprint of the code that a run of one of our scripts is made by.
+    """A fingerprint of the code that makes a run of a script, a path: it, model.py and nanocram/.
 
     A race or a fine-tuning that is there already may be of other code than today's."""
-    root = Path(__file__).parent.parent
+    nanocram = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in (root / script, root / "model.py", *sorted((root / "nanocram").glob("*.py"))):
+    for path in (Path(script), nanocram.parent / "model.py", *sorted(nanocram.glob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

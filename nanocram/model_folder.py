@@ -94,10 +94,10 @@ def today(saved, known, where):
     return {name: value for name, value in renamed.items() if name in known}
 
 
-def to_folder_keys(state, config):
+def to_folder_keys(state, config, is_native):
     """Our state dict under the names of the model folder: the tied decoder once, q, k, v as one."""
     state = {key: tensor for key, tensor in state.items() if key != "decoder.weight"}
-    if not_native(config):
+    if not is_native:
         return state
     for key in [key for key in state if ".attn.Wq." in key]:
         parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
@@ -109,12 +109,12 @@ def to_folder_keys(state, config):
     return state
 
 
-def from_folder_keys(state, config):
+def from_folder_keys(state, config, is_native):
     """The inverse of to_folder_keys(); raises ValueError if an identity_head() was trained."""
     for key in [key for key in state if ".attn.Wqkv." in key]:
         for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
             state[key.replace("Wqkv", name)] = part
-    if not (config.head_transform or not_native(config)):
+    if is_native and not config.head_transform:
         for key, tensor in identity_head(config).items():
             if not torch.equal(state.pop(key), tensor):
                 raise ValueError(f"{key} was trained elsewhere; try --baseline=hf:FOLDER")
@@ -144,7 +144,7 @@ def save(model, folder, labels=None):
     labels as for folder_config. Raises OSError where that fails."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = to_folder_keys(model.state_dict(), model.config)
+    state = to_folder_keys(model.state_dict(), model.config, not not_native(model.config))
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
     config = folder_config(model.config, labels)
     if labels is not None:
@@ -180,6 +180,8 @@ def load(folder, device="cpu"):
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
         state = load_file(Path(folder) / "model.safetensors")
+        # Not by today's not_native(): defaults of a fork's switches may have been others then.
+        is_native = config["model_type"] == "modernbert"
         known = {field.name for field in fields(ModelConfig)}
         model = MaskedLM(ModelConfig(**today(config["nanocram"], known, folder)))
         # Of two labels without names, transformers writes none.
@@ -190,10 +192,10 @@ def load(folder, device="cpu"):
             pooling = config.get("classifier_pooling", "cls")
             dropout = config.get("classifier_dropout", 0.1)
             model = Classifier(model, len(labels), dropout, pooling)
-        wrong = misfit(state, to_folder_keys(model.state_dict(), model.config))
+        wrong = misfit(state, to_folder_keys(model.state_dict(), model.config, is_native))
         if wrong:
             raise ValueError(wrong)
-        state = from_folder_keys(state, model.config)
+        state = from_folder_keys(state, model.config, is_native)
         if isinstance(model, MaskedLM):
             state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
         model.load_state_dict(state)

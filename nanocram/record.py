@@ -140,7 +140,7 @@ def start_wandb(project, name, settings, run_id):
     try:
         return wandb.init(project=project, name=name, config=settings, **options)
     except Exception as e:  # whatever it raises
-        sys.exit(f"wandb: {first_line(e)}: type wandb login, or leave --wandb_project out")
+        sys.exit(f"wandb: {first_line(e)}: try wandb login, or leave --wandb_project out")
 
 
 class Log:
@@ -149,7 +149,7 @@ class Log:
     matmul_rate: FLOP/s of a large product on all devices, the yardstick of MFU. Ranks other than
     the first are silent: for them every method does nothing."""
 
-    def __init__(self, run, folder, tokenizer, matmul_rate, is_silent=False):
+    def __init__(self, run, folder, tokenizer, matmul_rate, is_silent=False, code=""):
         self.run = run
         self.folder = Path(folder)
         self.tokenizer = tokenizer
@@ -160,7 +160,7 @@ class Log:
         mean_positions = sum(run.padded_counts) / len(run.padded_counts)
         self.flops_per_token = run.model.flops_per_token(run.rows.seq_len, mean_positions)
         self.first_row = run.state.row  # when this process began to train
-        self.code = machine.code_hash("train.py")  # now: its files may be edited while it runs
+        self.code = code  # machine.code_hash() of the script
         self.unwritten = []  # rows that log.csv could not take so far
         self.has_foretold = False
         self.wandb = None
@@ -182,9 +182,11 @@ class Log:
         if self.is_silent:
             return
         run = self.run
+        if is_resumed:
+            self.wandb_id = read_facts(self.folder).get("wandb_id")
         if wandb_project:  # before anything is moved
-            known = read_facts(self.folder).get("wandb_id") if is_resumed else None
-            self.wandb = start_wandb(wandb_project, self.folder.name, settings, known)
+            name = self.folder.name
+            self.wandb = start_wandb(wandb_project, name, settings, self.wandb_id)
             self.wandb_id = self.wandb.id
         if is_resumed:
             resume(self.folder, settings, run.state.step, run.state.elapsed)
@@ -207,8 +209,8 @@ class Log:
                 f"with {why} this is no ModernBERT: model_folder.load() reads it, not transformers"
             )
 
-    def show(self):
-        """Write loss.png and the card: where a fork's columns do not fit them, that is said."""
+    def draw(self):
+        """Write loss.png and the card; where a fork's columns do not fit them, say so."""
         try:
             plot(self.folder)
             write_card(self.folder)
@@ -443,7 +445,7 @@ CARD_BEGIN = """---
 """
 CARD = """{begin}{front}
 license: other  # yours to choose
-# to share it: hf upload YOU/{name} FOLDER --exclude 'ckpt*', which is for resuming alone
+# to share it: hf upload YOU/{name} FOLDER --exclude "ckpt*" --exclude "*/*"
 tags: [masked-lm, cramming]
 ---
 

@@ -137,7 +137,7 @@ def test_all_candidates_compute_the_same_loss(small):
     batch = (ids, positions, labels, torch.full_like(ids, -100).scatter(1, positions, labels))
     ours, *theirs = list(bench.rivals(CPU, torch.float32))[:3]
     torch.nn.init.normal_(ours.model.model.layers[-1].mlp.Wo.weight)  # zero until here
-    weights = to_folder_keys(ours.model.state_dict(), ours.model.config)
+    weights = to_folder_keys(ours.model.state_dict(), ours.model.config, True)
     for candidate in theirs:
         keys = candidate.model.load_state_dict(weights, strict=False)
         assert keys.missing_keys == ["decoder.weight"]

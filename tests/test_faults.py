@@ -274,6 +274,19 @@ def test_memory_that_runs_out_in_mid_run(train, monkeypatch, capsys, offload):
     assert "micro_batch=2, since 8 did not fit" in capsys.readouterr().out
 
 
+def test_a_bug_in_the_last_evaluation_loses_nothing(train, monkeypatch):
+    """A fork's own, say: it keeps its traceback, and what was learnt is saved."""
+    put(monkeypatch, module, max_steps=9, samples="", evals=0)
+
+    def fail(*args):
+        raise KeyError("a column of mine")
+
+    before_step(monkeypatch, 8, lambda run: monkeypatch.setattr(module, "mean_loss", fail))
+    with pytest.raises(KeyError):
+        module.main()
+    assert whole(Path(train.out_dir))["step"] == 9
+
+
 @pytest.mark.parametrize("where", ["an evaluation", "the last evaluation", "the optimiser's step"])
 def test_memory_that_runs_out_elsewhere(train, monkeypatch, where):
     """The run ends. It is saved as it was before, unless weights may be half changed."""

@@ -404,14 +404,14 @@ def test_seeds_are_shared_out(finished, model, glue_files):
     assert all(scores(model)["cola", seed] == one["cola", seed] for seed in range(2))
     again = run(model, glue_files, tasks="cola", seeds=4)
     assert "3 of 4 fine-tunings are in" in again.stdout
-    assert "other code" not in again.stdout
+    assert "by code" not in again.stdout
     store = model / "glue.jsonl"
     lines = [json.loads(line) for line in store.read_text().splitlines()]
     lines[-1]["code"] = "0123456789abcdef"
     store.write_text("".join(json.dumps(line) + "\n" for line in lines))
     later = run(model, glue_files, tasks="cola", first_seed=2, seeds=2)
     assert "2 of 2 fine-tunings are in" in later.stdout
-    assert "1 of them by other code" in later.stdout
+    assert "by code 0123456789abcdef, today's is" in later.stdout
 
 
 @pytest.mark.slow

@@ -172,6 +172,9 @@ def test_a_new_switch_of_the_model(fork, before):
     assert kinds == {"out": "modernbert", "other": "nanocram"}  # transformers knows no scale
     assert fork.python("-c", load.format("other")).strip() == "3.0"
     assert scaled[-1]["val_loss_15"] != rows[-1]["val_loss_15"]
+    # A folder is read as it was written, whatever the default has become.
+    fork.edit("model.py", "    scale: float = 1.0\n", "    scale: float = 2.0\n")
+    assert fork.python("-c", load.format("out")).strip() == "1.0"
 
 
 def test_another_schedule(fork):

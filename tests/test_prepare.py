@@ -296,7 +296,7 @@ def test_what_json_may_hold(tmp_path, corpus, prepare, capsys):
     meta = prepare(tmp_path / "out", path, normalisation="plain")
     assert meta["counts"]["read"] == len(texts)
     said = capsys.readouterr().out
-    assert "5 records have no 'text'" in said and "1 documents were not all UTF-8" in said
+    assert "5 records have no 'text'" in said and "1 documents have U+FFFD" in said
     texts[3] += " \ufffd."
     texts[7] += " \U0001f600."
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -812,4 +812,4 @@ def test_bytes_of_another_encoding_are_counted(tmp_path, corpus, prepare, capsys
     content = corpus.read_bytes() + "\n\ngrüße\n\n".encode("latin-1") + "ende ß".encode()
     (tmp_path / "mixed.txt").write_bytes(content)
     prepare(tmp_path / "out", tmp_path / "mixed.txt", normalisation="plain")
-    assert "WARNING: 1 documents were not all UTF-8" in capsys.readouterr().out
+    assert "WARNING: 1 documents have U+FFFD" in capsys.readouterr().out

@@ -244,10 +244,10 @@ def test_a_run_of_other_code_is_named(again, capsys):
     """It is kept: whoever edits a comment loses no race of hours."""
     facts, runs_anew = again
     assert not runs_anew(facts["settings"])
-    assert "other code" not in capsys.readouterr().out
+    assert "by code" not in capsys.readouterr().out
     facts["code"] = "0123456789abcdef"
     assert not runs_anew(facts["settings"])
-    assert "mine-0 is there already, by other code" in capsys.readouterr().out
+    assert "mine-0 is there already\nit is by code 0123456789abcdef" in capsys.readouterr().out
 
 
 def test_what_a_run_itself_had_to_change_is_known_again(again):

@@ -1035,7 +1035,7 @@ def test_wandb_gets_every_row_and_is_imported_only_then(train, monkeypatch, tmp_
         raise ConnectionError("api.wandb.ai is away")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
-    with pytest.raises(SystemExit, match=r"wandb: .* is away: type wandb login"):
+    with pytest.raises(SystemExit, match=r"wandb: .* is away: try wandb login"):
         train.main()
     assert not Path(train.out_dir, "run.json").exists()
     seen = []

@@ -5,6 +5,7 @@
 
 A line of a file is a text, a tab and its label; the first line names the columns. Then OUT is for
 pipeline("text-classification", OUT). --fresh=1 leaves the pre-training out: what was it worth?
+--pooling=cls reads [CLS] alone, which pre-training never predicts, not the mean over all tokens.
 """
 
 import argparse
@@ -19,7 +20,8 @@ lines = argparse.RawDescriptionHelpFormatter
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=lines)
 for name in ("model", "train", "dev", "out"):
     parser.add_argument(name)
-for name, value in {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}.items():
+defaults = {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0, "pooling": "mean"}
+for name, value in defaults.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
 options = parser.parse_args()
 if os.path.exists(options.out):  # it may be the model's own
@@ -67,7 +69,7 @@ if unknown:
 set_seed(options.seed)  # of the new layer; Trainer has it for the order of the rows
 words = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 tokenizer = AutoTokenizer.from_pretrained(options.model)
-config = AutoConfig.from_pretrained(options.model, **words)
+config = AutoConfig.from_pretrained(options.model, classifier_pooling=options.pooling, **words)
 if options.fresh:
     model = Classifier.from_config(config)
 else:

@@ -31,7 +31,7 @@ tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # wnli, which the paper leaves 
 seeds = 5                  # fine-tunings of each task: fresh layers, dropout, order of rows differ
 first_seed = 0             # number of the first one: other processes may do others, for one table
 epochs = 5                 # passes over a task's training data
-baseline = ""              # instead: scratch (not pre-trained) | hf:PATH_OR_NAME | hf:…-untrained
+baseline = ""              # in place of model: scratch (not pre-trained) | hf:NAME | hf:…-untrained
 save_models = False        # keep the classifier of each task's seed 0, as MODEL/TASK
 glue_batch = 16            # rows per optimiser step
 glue_lr = 4e-5             # peak learning rate of AdamW
@@ -446,7 +446,7 @@ def main():
         print(f"{len(finished)} of {len(wanted)} fine-tunings are in {folder}/glue.jsonl already")
         others = {run.get("code", CODE) for run in finished} - {CODE}
         if others:
-            print(f"of them some are by code {', '.join(others)}, today's is {CODE}: delete those")
+            print(f"of them some are by code {', '.join(others)}, today's is {CODE}: delete these")
         # A table is about the data of a task's last run: where that had others, these come again.
         last = {run["task"]: run["data"] for run in stored_runs(who)}
         glue.add_runs(folder, [run for run in finished if run["data"] != last[run["task"]]])

@@ -116,7 +116,7 @@ def find_sources():
         paths = sorted(filter(os.path.isfile, matches))
         for path in paths:
             if not file_kind(path):
-                kinds = ".txt(.gz), .log(.gz), .jsonl(.gz, .zst) or .parquet"
+                kinds = ".txt, .log, .jsonl, each also as .gz or .zst, or .parquet"
                 how = "and see docs/questions.md for FASTA and tables"
                 sys.exit(f"{path} is of no known kind: make it one of {kinds}, {how}")
         is_pattern = not name or re.search(r"[*?\[{}]", name)

@@ -41,7 +41,7 @@ batch_start = 1024              # rows per optimiser step at the start
 batch_ramp = 0.6                # share of the run over which they grow (paper 4.3); 0 = no ramp
 # the objective
 mask_rate = 0.30                # share of a row's tokens to predict; from 30 % at the start ...
-mask_rate_end = 0.15            # ... to 15 % at the end: +0.5 of GLUE there (arXiv 2305.15096)
+mask_rate_end = 0.15            # ... to 15 % at the end (arXiv 2305.15096: +0.5 of GLUE)
 mask_token_share = 1.0          # share of those that become [MASK]; BERT's recipe has 0.8 ...
 random_token_share = 0.0        # ... and 0.1 that become a random token; the rest stays
 # the optimiser: why these values, and what lost, is told in results/README.md
@@ -62,7 +62,7 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes later on
 n_layer = 16
-n_narrow = 0                    # last layers at predicted tokens alone; 0 and 1: the last one
+n_narrow = 0                    # last layers at predicted tokens alone; the last one always is
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, behind the gate
@@ -83,13 +83,13 @@ zero_init = True                # the blocks' output matrices start at zero, as 
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of matrix products
-compile = True                  # torch.compile; where it cannot a run of an hour or more ends
+compile = True                  # torch.compile; where it fails, a run of an hour or more ends
 offload = False                 # keep weights, gradients and optimiser state in host memory
 # the record
 evals = 20                      # evaluations, evenly spread from the start on, and one at the end
 eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per row of log.csv
-checkpoint_minutes = 10.0       # between checkpoints; 0 = before and after step 1, at the end
+checkpoint_minutes = 10.0       # between checkpoints; 0 = around step 1 and at the end alone
 wandb_project = ""              # log to this project of wandb.ai too (pip install wandb)
 samples = (                     # sentences to fill in, a | between two; '' = none
     "the capital of france is [MASK].|she opened the [MASK] and read the letter."

@@ -2,7 +2,7 @@
 
 On cores with AMX an hour holds some 25 tokens for each parameter, as many as the smallest card's
 day. So what shapes the learning is the day's, as train.py has it, but for the sizes and a constant
-batch. Other cores are slower, up to seven times without bfloat16: give them an evening. Without a C
+batch. Other cores are slower, up to seven times without bfloat16: --budget_hours=3. Without a C
 compiler, or in float32, where compiling gains nothing: --compile=False.
 """
 

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from model import Block, MaskedLM, mixed_precision
+from model import Block, MaskedLM, mixed_precision, pick_residual_dtype
 from nanocram import machine
 
 
@@ -52,7 +52,8 @@ def plan_memory(config, dev, amp_dtype, *, rows, seq_len, n_predicted):
     # and the logits of predicted tokens.
     C = config.n_embd
     width = amp_dtype.itemsize
-    inputs = 4 * C * config.n_layer + 4 * C
+    residual_dtype = None if config.post_norm else pick_residual_dtype(dev, amp_dtype)
+    inputs = (residual_dtype or torch.float32).itemsize * C * config.n_layer + 4 * C
     block = width * (9 * C + 4 * config.n_inner)
     logits = (8 + width) * config.vocab_size
     batch = rows * (seq_len * inputs + max(seq_len * block, n_predicted * logits))

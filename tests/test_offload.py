@@ -224,11 +224,18 @@ def in_gb(words, text):
 def plan_of(monkeypatch, capsys):
     """plan_memory() where so many bytes are free; (what it says, whether the sums stay)."""
 
-    def plan_of(config, amp_dtype=torch.float32, rows=8, free_host=math.inf, free_device=math.inf):
+    def plan_of(
+        config,
+        amp_dtype=torch.float32,
+        rows=8,
+        free_host=math.inf,
+        free_device=math.inf,
+        device=CPU,
+    ):
         free = iter((free_host, free_device))
         monkeypatch.setattr(machine, "free_bytes", lambda where: next(free))
         sizes = {"rows": rows, "seq_len": 128, "n_predicted": 38}
-        sums_stay = plan_memory(config, CPU, amp_dtype, **sizes)
+        sums_stay = plan_memory(config, device, amp_dtype, **sizes)
         return capsys.readouterr().out, sums_stay
 
     return plan_of
@@ -287,6 +294,11 @@ def test_the_plan_of_the_device(setting, plan_of, amp_dtype):
     inputs = 6 * 8 * 4 * 128 * 128
     more = in_gb("on the device", many) - in_gb("on the device", few)
     assert more == pytest.approx((larger + inputs) / 1e9, rel=0.35)
+    # On a GPU in bfloat16 the inputs are in it too.
+    on_gpu = plan_of(config, amp_dtype, 16, device=torch.device("cuda"))[0]
+    saved = inputs if amp_dtype == torch.bfloat16 else 0
+    less = in_gb("on the device", many) - in_gb("on the device", on_gpu)
+    assert less == pytest.approx(saved / 1e9, abs=2e-4)
 
     # All sums stay where they leave a tenth of the card free; they are those of four more blocks.
     needed = in_gb("on the device", few)

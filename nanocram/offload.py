@@ -48,12 +48,14 @@ def plan_memory(config, dev, amp_dtype, *, rows, seq_len, n_predicted):
         missing = f"{(on_host - free_host) / 1e9:.3g} GB more than are free"
         sys.exit(f"{words}, {missing}: type a smaller --n_layer or --n_embd")
 
-    # Bytes of a token: its input to every block; beside these, in turns, all that one block keeps,
-    # and the logits of predicted tokens.
+    # Bytes of a token: its input to every block, in the dtype of the residual stream; beside these,
+    # in turns, all that one block keeps, and the logits of predicted tokens.
     C = config.n_embd
     width = amp_dtype.itemsize
-    residual_dtype = None if config.post_norm else pick_residual_dtype(dev, amp_dtype)
-    inputs = (residual_dtype or torch.float32).itemsize * C * config.n_layer + 4 * C
+    residual_dtype = torch.float32
+    if not config.post_norm:
+        residual_dtype = pick_residual_dtype(dev, amp_dtype) or torch.float32
+    inputs = residual_dtype.itemsize * C * config.n_layer + 4 * C
     block = width * (9 * C + 4 * config.n_inner)
     logits = (8 + width) * config.vocab_size
     batch = rows * (seq_len * inputs + max(seq_len * block, n_predicted * logits))

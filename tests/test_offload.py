@@ -294,11 +294,17 @@ def test_the_plan_of_the_device(setting, plan_of, amp_dtype):
     inputs = 6 * 8 * 4 * 128 * 128
     more = in_gb("on the device", many) - in_gb("on the device", few)
     assert more == pytest.approx((larger + inputs) / 1e9, rel=0.35)
-    # On a GPU in bfloat16 the inputs are in it too.
-    on_gpu = plan_of(config, amp_dtype, 16, device=torch.device("cuda"))[0]
-    saved = inputs if amp_dtype == torch.bfloat16 else 0
-    less = in_gb("on the device", many) - in_gb("on the device", on_gpu)
-    assert less == pytest.approx(saved / 1e9, abs=2e-4)
+    # On a GPU in bfloat16 the inputs are in it too, but where norms behind the sums make float32.
+    for post_norm in (False, True):
+        setting(post_norm=post_norm)
+        in_turns = (CPU, torch.device("cuda"))
+        texts = [
+            plan_of(module.check_settings(), amp_dtype, 16, device=device)[0] for device in in_turns
+        ]
+        on_cpu, on_gpu = (in_gb("on the device", text) for text in texts)
+        is_low = amp_dtype == torch.bfloat16 and not post_norm
+        saved = 6 * 16 * 2 * 128 * 128 if is_low else 0
+        assert on_cpu - on_gpu == pytest.approx(saved / 1e9, abs=2e-4)
 
     # All sums stay where they leave a tenth of the card free; they are those of four more blocks.
     needed = in_gb("on the device", few)

@@ -297,11 +297,11 @@ def test_the_plan_of_the_device(setting, plan_of, amp_dtype):
     # On a GPU in bfloat16 the inputs are in it too, but where norms behind the sums make float32.
     for post_norm in (False, True):
         setting(post_norm=post_norm)
-        in_turns = (CPU, torch.device("cuda"))
-        texts = [
-            plan_of(module.check_settings(), amp_dtype, 16, device=device)[0] for device in in_turns
-        ]
-        on_cpu, on_gpu = (in_gb("on the device", text) for text in texts)
+        other = module.check_settings()
+        on_cpu, on_gpu = (
+            in_gb("on the device", plan_of(other, amp_dtype, 16, device=device)[0])
+            for device in (CPU, torch.device("cuda"))
+        )
         is_low = amp_dtype == torch.bfloat16 and not post_norm
         saved = 6 * 16 * 2 * 128 * 128 if is_low else 0
         assert on_cpu - on_gpu == pytest.approx(saved / 1e9, abs=2e-4)

@@ -6,6 +6,11 @@
 A line of a file is a text, a tab and its label; the first line names the columns. Then OUT is for
 pipeline("text-classification", OUT). --fresh=1 leaves the pre-training out: what was it worth?
 --pooling=cls reads [CLS] alone, which pre-training never predicts, not the mean over all tokens.
+Each label is a class. For others take out both checks of `names`, put another metric in place of
+accuracy(), and in place of **words
+    for scores: num_labels=1, problem_type="regression"; encode() has float(name) as label
+    for several labels a text: num_labels=N, problem_type="multi_label_classification"; encode() has
+    a list of N numbers, 0.0 or 1.0
 """
 
 import argparse
@@ -41,7 +46,7 @@ def read(path):
         with open(path, encoding="utf-8-sig") as file:  # quotes mean nothing here
             rows = [line.rstrip("\n").split("\t") for line in file]
     except (OSError, ValueError) as e:
-        sys.exit(f"{path} cannot be read: {e}")
+        sys.exit(f"{path} cannot be read as UTF-8: {e}")
     for number, row in enumerate(rows, 1):
         if len(row) != 2:
             sys.exit(f"{path}, line {number} has {len(row)} columns: give a text, a tab, a label")
@@ -62,9 +67,12 @@ def accuracy(prediction):
 
 train, dev = read(options.train), read(options.dev)
 names = sorted({name for _, name in train})
-unknown = {name for _, name in dev}.difference(names)
+if len(names) > max(2, len(train) // 2):
+    few = f"{options.train} has {len(names)} labels in {len(train)} rows"
+    sys.exit(f"{few}: the label stands behind the tab, and is a class, no number or list")
+unknown = sorted({name for _, name in dev}.difference(names))
 if unknown:
-    sys.exit(f"{options.dev} has labels that {options.train} lacks: {', '.join(sorted(unknown))}")
+    sys.exit(f"{options.dev} has labels that {options.train} lacks: {', '.join(unknown[:5])}")
 
 set_seed(options.seed)  # of the new layer; Trainer has it for the order of the rows
 words = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
@@ -78,9 +86,12 @@ else:
 settings = {"learning_rate": options.lr, "num_train_epochs": options.epochs, "seed": options.seed}
 settings["per_device_train_batch_size"] = options.batch
 settings["warmup_steps"] = len(train) * options.epochs // options.batch // 10
-arguments = TrainingArguments(options.out, save_strategy="no", report_to="none", **settings)
+unfinished = os.path.normpath(options.out) + ".tmp"  # renamed once it is whole
+arguments = TrainingArguments(unfinished, save_strategy="no", report_to="none", **settings)
 data = {"train_dataset": encode(train), "eval_dataset": encode(dev)}
 trainer = Trainer(model, arguments, **data, processing_class=tokenizer, compute_metrics=accuracy)
 trainer.train()
+share = trainer.evaluate()["eval_accuracy"]
 trainer.save_model()
-print(f"{options.out}: accuracy {100 * trainer.evaluate()['eval_accuracy']:.1f} %")
+os.rename(unfinished, options.out)
+print(f"{options.out}: accuracy {100 * share:.1f} %")

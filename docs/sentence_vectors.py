@@ -68,12 +68,14 @@ before = found(model, held_out)
 settings = {"learning_rate": options.lr, "num_train_epochs": options.epochs, "seed": options.seed}
 settings["per_device_train_batch_size"] = options.batch
 settings["warmup_steps"] = len(train) * options.epochs // options.batch // 10
-arguments = TrainingArguments(options.out, save_strategy="no", report_to="none", **settings)
+unfinished = os.path.normpath(options.out) + ".tmp"  # renamed once it is whole
+arguments = TrainingArguments(unfinished, save_strategy="no", report_to="none", **settings)
 firsts, seconds = zip(*train, strict=True)
 data = Dataset.from_dict({"anchor": firsts, "positive": seconds})
 loss = MultipleNegativesRankingLoss(model)
 SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=loss).train()
-model.save_pretrained(options.out)
+model.save_pretrained(unfinished)
+os.rename(unfinished, options.out)
 after = found(model, held_out)
 of = f"of {len(held_out):,} held-out texts the partner was the nearest"
 print(f"{options.out}: {of} for {before:.1f} % before training, for {after:.1f} % after")

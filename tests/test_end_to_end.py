@@ -191,12 +191,24 @@ def test_own_labels(finished, tmp_path, sentences):
     rows = [(text, "asks" if i % 2 else "tells") for i, text in enumerate(sentences[:80])]
     train, dev = (write_pairs(tmp_path / f"{i}.tsv", rows[i::2] + rows[:9]) for i in (0, 1))
     model, out = finished[0], tmp_path / "labelled"
+
+    # One that is killed leaves no OUT, and the same command may come again.
+    command = [sys.executable, ROOT / "docs/finetune_own_labels.py", model, train, dev, out]
+    with subprocess.Popen([*command, "--epochs=100000"]) as killed:
+        while not (tmp_path / "labelled.tmp").exists():
+            assert killed.poll() is None
+            time.sleep(0.1)
+        time.sleep(1)
+        killed.kill()
+    assert not out.exists()
+
     done = script("docs/finetune_own_labels.py", model, train, dev, out, epochs=1)
     assert done.returncode == 0, done.stdout
     pipe = transformers.pipeline("text-classification", model=str(out))
     pairs = [line.split("\t") for line in dev.read_text().splitlines()[1:]]
     hits = [pipe(text)[0]["label"] == label for text, label in pairs]
     assert f"{100 * sum(hits) / len(hits):.1f} %" in last_line(done)
+    assert not (tmp_path / "labelled.tmp").exists()
     assert pipe.tokenizer.model_max_length == pipe.model.config.max_position_embeddings
     with pytest.raises(ValueError, match="--baseline=hf:"):
         load(out)

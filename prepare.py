@@ -1,7 +1,7 @@
 """Raw text to a tokenizer and rows of tokens.
 
     python prepare.py                                                  # FineWeb, for a day
-    python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl(.gz), .parquet
+    python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl, .csv, .parquet
     python prepare.py config/tiny.py                                   # the embedded corpus
 
 All is written into DATA_DIR.partial and renamed to data_dir at the end. After a kill, or where the
@@ -51,7 +51,7 @@ data_dir = "data/fineweb"             # the folder to write
 # globs of local files, Hub data sets as NAME or NAME:CONFIG; commas between several
 source = "HuggingFaceFW/fineweb:sample-10BT"
 weights = ""                          # of the sources, as 3,1, until one ends; '' = read all to end
-text_column = "text"                  # where .jsonl, .parquet and Hub data sets keep the text
+text_column = "text"                  # where .jsonl, .csv, .parquet and the Hub have the text
 documents = "paragraphs"              # of a .txt: paragraphs (a blank line ends one) | lines
 max_docs = 0                          # stop after reading this many documents; 0 = all
 max_tokens = 0                        # stop after this many tokens, before the filter; 0 = all
@@ -92,10 +92,11 @@ ALONE = 16  # batches before there are other processes, which take half a second
 LOOK = 1000  # documents of the vocabulary's sample that are looked at ...
 LOOKED_AT = 10000  # ... and characters of each
 FORECAST_AFTER = 10.0  # seconds of tokenizing
-AGAIN = "the same command goes on once it can be read, --accept_partial=True does without it"
+AGAIN = "the same command goes on once it can be read; --accept_partial=True leaves its rest out"
 # The place in a source: in its files; of the file the part that was read; characters by weight.
 START = {"file": 0, "document": 0, "part": 0.0, "taken": 0.0, "ended": False}
 START |= {"blank": 0, "not_utf8": 0, "no_text": 0}  # and how many of its documents were so
+START |= {"first_not_utf8": ""}  # a path
 # What this script writes, and may delete in the folder of a run that was killed.
 OURS = ("tokenizer*.json", "meta.json", "sample-*.json", "*.tmp", *partial.FILES)
 # The counts of meta.json: what became of the documents, and what they add up to.
@@ -116,8 +117,8 @@ def find_sources():
         paths = sorted(filter(os.path.isfile, matches))
         for path in paths:
             if not file_kind(path):
-                kinds = ".txt, .log, .jsonl, each also as .gz or .zst, or .parquet"
-                how = "and see docs/questions.md for FASTA and tables"
+                kinds = ".txt, .log, .jsonl, .csv, .tsv, each also as .gz or .zst, or .parquet"
+                how = "and see docs/questions.md for FASTA, Markdown, HTML and PDF"
                 sys.exit(f"{path} is of no known kind: make it one of {kinds}, {how}")
         is_pattern = not name or re.search(r"[*?\[{}]", name)
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
@@ -166,10 +167,10 @@ def up_to(limit, texts):
 
 
 def read_documents(files, place, errors):
-    """The documents of a source's files, from a place on that is kept up to date.
+    """The documents of a source's files from place on, which is kept up to date.
 
-    What cannot be read is noted in errors, {path: why}, and ends the source; with accept_partial
-    only the file, unless the Hub is silent."""
+    A file that cannot be read is noted in errors, {path: why}, and ends the source. With
+    accept_partial it ends only that file; but where the Hub is silent, all the rest."""
     while place["file"] < len(files):
         path = files[place["file"]]
         if path not in errors:
@@ -184,7 +185,9 @@ def read_documents(files, place, errors):
                     text = trimmed(text)
                     place.update(document=place["document"] + 1, part=part)
                     place["blank"] += not text
-                    place["not_utf8"] += "\ufffd" in text
+                    if "\ufffd" in text:
+                        place["not_utf8"] += 1
+                        place["first_not_utf8"] = place["first_not_utf8"] or path
                     if text:
                         yield text
             except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
@@ -471,7 +474,8 @@ def finish_counts(count, folder):
         ends, lines = "each line is one", ""
         if documents == "paragraphs":
             ends, lines = "blank lines end them", ", or --documents=lines if each line is one"
-        sys.exit(f"{few} ({ends}): type {larger}{lines}, or give more text")
+        anew = f"delete {folder}, then type {larger}{lines}, or give more text"
+        sys.exit(f"{few} ({ends}): {anew}")
 
 
 def sample_of(path, number, limit, folder):
@@ -647,9 +651,14 @@ def read_settings(path, folder):
 
 
 def differences(have, wanted):
-    """The settings that have has and wanted has not, as they are typed."""
-    names = have | wanted
-    return ", ".join(f"{k}={have.get(k)!r:.40}" for k in names if have.get(k) != wanted.get(k))
+    """How have differs from wanted, in the terms of have: its settings, or else its files."""
+    names = [name for name in have | wanted if have.get(name) != wanted.get(name)]
+    if names != ["files"]:
+        return ", ".join(f"{name}={have.get(name)!r:.40}" for name in names if name != "files")
+    before, now = (dict(settings.get("files", [])) for settings in (have, wanted))  # {path: bytes}
+    found = [f"{path} of {size:,} bytes" for path, size in before.items() if now.get(path) != size]
+    found += [f"no {path}" for path in now if path not in before]
+    return ", ".join(found[:3])
 
 
 def begin_journal(folder, wanted, found):
@@ -846,8 +855,10 @@ def print_summary(count, journal, goal, seconds):
         print(f"            and {no_text} records without {text_column!r}")
     not_utf8 = sum(place["not_utf8"] for place in journal["places"].values())
     if not_utf8:
-        cure = "iconv -f LATIN1 -t UTF-8 mends text files of an older time"
-        print(f"WARNING: {not_utf8} documents have U+FFFD, where they were not UTF-8: {cure}")
+        firsts = [place["first_not_utf8"] for place in journal["places"].values()]
+        first = next((f", the first in {path}" for path in firsts if path), "")
+        said = f"{not_utf8} documents have U+FFFD, where they were not UTF-8{first}"
+        print(f"WARNING: {said}: iconv -f WINDOWS-1252 -t UTF-8 mends files of an older time")
     if len(count["sources"]) > 1:
         for name, part in count["sources"].items():
             size = f"{part['tokens']:,} tokens and {part['val_tokens']:,} held out"
@@ -872,10 +883,13 @@ def print_summary(count, journal, goal, seconds):
     if journal["errors"]:
         said = "sources or files were not read to their end"
         print(f"WARNING: {len(journal['errors'])} {said}: errors in {goal}/meta.json names them")
+    limit, places = journal["limit"], journal["places"]
+    # Documents are read ahead: if all sources have ended, the limit came among the last ones.
+    all_ended = all(place["ended"] for place in places.values())
     for name, paths in journal["files"].items():
-        limit = journal["limit"]
-        if limit and not paths[0].startswith(HUB):
-            at = min(journal["places"][name]["file"], len(paths) - 1)
+        is_cut = all_ended or not places[name]["ended"]
+        if limit and is_cut:
+            at = min(places[name]["file"], len(paths) - 1)
             where = f"in file {at + 1} of {len(paths)}, {paths[at]}"
             print(f"note: {limit} ended the reading {where}; --{limit}=0 reads all")
 

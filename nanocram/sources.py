@@ -1,15 +1,17 @@
-"""Texts out of files, from any place on: .txt, .jsonl and .parquet, on this machine or on the Hub.
+"""Texts out of files, from any place on: .txt, .jsonl, .csv, .parquet, here or on the Hub.
 
 A file of the Hub is read in blocks. A few connections fetch the next ones meanwhile, and each block
 is asked for again until it comes, for an hour: whoever reads sees a slow file, never a broken line.
 """
 
+import csv
 import functools
 import gzip
 import io
 import itertools
 import json
 import os
+import re
 import threading
 import time
 from concurrent.futures import Future
@@ -20,8 +22,10 @@ KINDS = {".parquet": "parquet"}
 for packed in ("", ".gz", ".zst"):
     KINDS |= {".txt" + packed: "text", ".log" + packed: "text"}
     KINDS |= {".jsonl" + packed: "json", ".json" + packed: "json"}
+    KINDS |= {".csv" + packed: "csv", ".tsv" + packed: "tsv"}
 HUB = "hf://"  # how the address of a file of the Hub begins
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
+LONGEST_CELL = 1 << 24  # characters; what is longer is a quote that nothing closes
 # Each block is two requests; the Hub allows an address a few thousand in five minutes.
 BLOCK = 8 << 20  # bytes
 AHEAD = 4  # blocks that are fetched while one is read
@@ -30,8 +34,8 @@ LONGEST_PAUSE = 60.0  # seconds between two tries; the first is one
 
 
 def file_kind(path):
-    """text, json or parquet, by the name of a file; None for all others."""
-    return next((kind for ending, kind in KINDS.items() if path.endswith(ending)), None)
+    """text, json, csv, tsv or parquet, by the name of a file; None for all others."""
+    return next((kind for ending, kind in KINDS.items() if path.lower().endswith(ending)), None)
 
 
 def hub_name(name):
@@ -157,7 +161,7 @@ def hub_files(name):
     files = [str(file) for file in splits["train"]]
     unknown = [file for file in files if not file_kind(file)]
     if unknown:
-        known = "only .parquet, .jsonl, .json and .txt, also as .gz and .zst, are"
+        known = "only .parquet, .jsonl, .json, .csv, .tsv and .txt, also as .gz and .zst, are"
         raise ValueError(f"{os.path.basename(unknown[0])} cannot be read, {known}")
     return files
 
@@ -284,6 +288,8 @@ def read_texts(path, column, start=0, by_line=False):
         content = unpacked(path, file)
         if kind == "json":
             texts = json_texts(content, column)
+        elif kind in ("csv", "tsv"):
+            texts = table_texts(as_text(content), column, kind)
         else:
             texts = split_documents(as_text(content), by_line)
         for text in itertools.islice(texts, start, None):
@@ -292,9 +298,9 @@ def read_texts(path, column, start=0, by_line=False):
 
 def unpacked(path, file):
     """The open bytes of a file as they are once they are unpacked, by its name."""
-    if path.endswith(".gz"):
+    if path.lower().endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20)
-    if path.endswith(".zst"):
+    if path.lower().endswith(".zst"):
         import pyarrow
 
         packed = pyarrow.PythonFile(file, mode="r")
@@ -307,19 +313,20 @@ def as_text(file):
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
 
 
-UTF_16 = "\ufffd\ufffd"  # what becomes of its first two bytes, which are no UTF-8
+def refuse_utf16(begin):
+    """Raise OSError for a line that begins as a file in UTF-16 does."""
+    if begin.startswith("\ufffd\ufffd") and "\0" in begin:  # its first two bytes are no UTF-8
+        raise OSError("it is UTF-16: iconv -f UTF-16 -t UTF-8 makes it text")
 
 
 def split_documents(file, by_line=False):
     """The documents of an open text file.
 
-    One ends at a blank line or, by_line, at any, or with the line by which it has MAX_DOCUMENT
-    characters. Of a longer line, which may be the whole file, no more than that is taken at a
-    time."""
+    One ends at a blank line or, by_line, at each line, or with the line by which it has
+    MAX_DOCUMENT characters. A longer line, which may be the whole file, is cut there."""
     document, size = [], 0
     for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
-        if line.startswith(UTF_16) and "\0" in line:
-            raise OSError("it is UTF-16: iconv -f UTF-16 -t UTF-8 makes it text")
+        refuse_utf16(line)
         document.append(line)
         size += len(line)
         if by_line or not line.strip() or size >= MAX_DOCUMENT:
@@ -329,13 +336,26 @@ def split_documents(file, by_line=False):
         yield "".join(document)
 
 
+def json_records(file):
+    """The objects in the lines of an open file, or in the one list that it is."""
+    begin = file.peek(1 << 10).decode("utf-8-sig", "replace")
+    refuse_utf16(begin)
+    if begin.lstrip().startswith("["):
+        yield from json.loads(file.read().decode("utf-8-sig", "replace"))
+        return
+    for number, line in enumerate(file, 1):
+        if line.isspace():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8-sig", "replace"))
+        except json.JSONDecodeError as e:
+            raise ValueError(f"line {number}, column {e.colno}: {e.msg}") from None
+        yield record
+
+
 def json_texts(file, column):
-    """What column holds in the lines of an open file, or in the one list that it is."""
-    records = (json.loads(line) for line in file if not line.isspace())
-    first = file.peek(1 << 10).lstrip()
-    if first.startswith(b"["):
-        records = iter(json.loads(file.read()))
-    for number, record in enumerate(records):
+    """What column holds in the objects of an open file of JSON."""
+    for number, record in enumerate(json_records(file)):
         if not isinstance(record, dict):
             raise ValueError(f"{record!r:.40} is no object with columns")
         if number == 0:
@@ -347,10 +367,30 @@ def json_texts(file, column):
         yield text
 
 
+def table_texts(file, column, kind):
+    """What column holds in the rows of an open table, whose first line names the columns.
+
+    In a csv a cell may stand in quotes, with commas and line breaks; in a tsv a quote is text."""
+    csv.field_size_limit(LONGEST_CELL)
+    comma = {"delimiter": ",", "strict": True}  # or else a wrong quote would take what follows
+    tab = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    rows = csv.DictReader(file, **(comma if kind == "csv" else tab))
+    names = rows.fieldnames or [""]
+    refuse_utf16(names[0])
+    if kind == "csv" and len(names) == 1 and re.search("[;\t]", names[0]):
+        raise ValueError(f"its first line has no commas ({names[0]:.60}): write it with commas")
+    check_column(column, names)
+    try:
+        for row in rows:
+            yield row[column]
+    except csv.Error as e:
+        raise ValueError(f"line {rows.line_num + 1}: {e}") from None  # where its row begins
+
+
 def parquet_texts(file, column, start):
     """(text or None, share of the rows) of a column from row start on; groups before are not read.
 
-    Arrow would fetch groups of rows, with all columns, ahead of who reads: several GB of them."""
+    pre_buffer=False: else Arrow fetches groups of rows, with all columns, ahead: several GB."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
@@ -360,7 +400,8 @@ def parquet_texts(file, column, start):
     groups = [i for i, end in enumerate(ends) if end > start]
     if not groups:
         return
-    row = ends[groups[0]] - sizes[groups[0]]
+    first = groups[0]
+    row = ends[first] - sizes[first]  # the rows before it
     options = {"columns": [column], "use_threads": False}
     for batch in table.iter_batches(256, row_groups=groups, **options):
         for text in batch.column(0).to_pylist():

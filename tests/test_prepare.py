@@ -1,3 +1,4 @@
+import csv
 import gzip
 import io
 import json
@@ -24,7 +25,7 @@ import prepare as module
 import train
 from nanocram import partial
 from nanocram.partial import pack
-from nanocram.sources import HubFile, split_documents
+from nanocram.sources import HubFile, read_texts, split_documents
 from nanocram.tokenizer import CLS, SEP, Tokenizer
 from prepare import text_hash
 
@@ -238,6 +239,8 @@ def write_kinds(folder, corpus):
             f.write(text.encode())
     (folder / "h.log").write_text(corpus.read_text())
     (folder / "g.json").write_text(json.dumps([{"body": text} for text in texts], indent=1))
+    with open(folder / "I.CSV", "w", newline="", encoding="utf-8-sig") as f:
+        csv.writer(f).writerows([("id", "body"), *enumerate(texts)])
 
 
 KINDS = [
@@ -249,6 +252,7 @@ KINDS = [
     "f.txt.zst",
     "g.json",
     "h.log",
+    "I.CSV",
 ]
 
 
@@ -257,6 +261,31 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, corpus, data_dir, prep
     write_kinds(tmp_path, corpus)
     prepare(tmp_path / "out", tmp_path / name, text_column="body")
     assert same(tmp_path / "out", data_dir)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl", '{"text": "a"}\n\n{"text": b}\n', "line 3, column 10: Expecting value"),
+        ("a.csv", 'text,id\n"a ""b"" c",1\n"d" e,2\n', "line 3: ',' expected"),
+        ("a.csv", 'text,id\nab,1\n"cd,2\nef,3\n', "line 3: unexpected end of data"),
+        ("a.csv", "text;id\nab;1\n", "its first line has no commas (text;id): write it with"),
+    ],
+)
+def test_a_broken_line_is_named_by_its_number(tmp_path, name, content, why):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        list(read_texts(str(tmp_path / name), "text"))
+
+
+def test_quotes_and_bytes_that_are_no_utf8(tmp_path):
+    """A quote is one in a .tsv; a row without the cell has no text."""
+    path = tmp_path / "a.tsv"
+    path.write_text('id\ttext\n1\t"open\n2\n3\tend"\textra\n')
+    assert [text for text, _ in read_texts(str(path), "text")] == ['"open', None, 'end"']
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n{"text": "\xfcber"}\n')
+    assert [text for text, _ in read_texts(str(path), "text")] == ["a", "\ufffdber"]
 
 
 @pytest.fixture
@@ -355,6 +384,11 @@ def test_it_goes_on_once_a_file_can_be_read(
     is_broken = False
     with pytest.raises(SystemExit, match="partial was begun with order='shuffle': give that to go"):
         prepare(tmp_path / "out", f"{tmp_path}/a.txt,{path}", order="curriculum")
+    path.write_text("".join(lines[20:]) + "\n")
+    size = path.stat().st_size - 1
+    with pytest.raises(SystemExit, match=rf"was begun with {path} of {size:,} bytes: give that"):
+        prepare(tmp_path / "out", f"{tmp_path}/a.txt,{path}")
+    path.write_text("".join(lines[20:]))
     capsys.readouterr()
     meta = prepare(tmp_path / "out", f"{tmp_path}/a.txt,{path}")
     assert f"going on behind {journal['counts']['read']} documents" in capsys.readouterr().out
@@ -704,7 +738,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"source": "empty.txt"}, "no text in"),
         ({"source": "nobody/nothing"}, "could not read nobody/nothing (ConnectionError"),
         ({"source": "short.txt"}, "the text yields only"),
-        ({"source": "single.txt"}, "was held out of 1 documents (blank lines end them): type "),
+        ({"source": "single.txt"}, "was held out of 1 documents (blank lines end them): delete "),
         (
             {"source": "short.txt", "vocab_size": 261, "val_share": 1e-9},
             "fewer than one row of 128",
@@ -812,4 +846,5 @@ def test_bytes_of_another_encoding_are_counted(tmp_path, corpus, prepare, capsys
     content = corpus.read_bytes() + "\n\ngrüße\n\n".encode("latin-1") + "ende ß".encode()
     (tmp_path / "mixed.txt").write_bytes(content)
     prepare(tmp_path / "out", tmp_path / "mixed.txt", normalisation="plain")
-    assert "WARNING: 1 documents have U+FFFD" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "WARNING: 1 documents have U+FFFD" in said and f"first in {tmp_path}/mixed.txt" in said

@@ -33,7 +33,7 @@ SETTINGS = configure(globals(), also=train)
 
 from nanocram import fit, machine, safety
 from nanocram.data import IGNORE, Rows, load_meta
-from nanocram.model_folder import NATIVE, folder_config
+from nanocram.model_folder import NATIVE, modernbert_shape
 from nanocram.tokenizer import SPECIAL
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -236,7 +236,7 @@ def rivals(dev, amp_dtype):
         return Rival(f"transformers {name}", model.to(dev), loss_fn)
 
     for head in ("dense", "sparse"):
-        shape = folder_config(native) | {"sparse_prediction": head == "sparse"}
+        shape = modernbert_shape(native) | {"sparse_prediction": head == "sparse"}
         model = hf.ModernBertForMaskedLM(hf.ModernBertConfig.from_dict(shape))
         yield theirs(f"ModernBERT, {head} head", model)
     # BERT's MLP has two matrices where GeGLU has three: half as wide again, it is as large.

@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -126,7 +126,7 @@ def our_candidate(folder, scratch):
     name = folder.resolve().name + (" without pre-training" if scratch else "")
     vocabulary = glue.fingerprint((folder / "tokenizer.json").read_bytes())
     tensors = b"" if scratch else (folder / "model.safetensors").read_bytes()
-    weights = glue.fingerprint(vocabulary, asdict(config), tensors)
+    weights = glue.fingerprint(vocabulary, model_folder.distinguishing_fields(config), tensors)
     # Pre-training has one token type: for another a second sentence would get an untrained vector.
     return Candidate(name, weights, encode, build, PAD, False, glue_batch, glue_lr, PAPER_OURS)
 

@@ -127,7 +127,7 @@ class Embeddings(nn.Module):
         self.position_embedding = config.position_embedding
         if config.position_embedding == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
-        elif config.position_embedding != "rope":
+        elif config.position_embedding.startswith("sinusoidal"):
             # The paper's: a fixed table times a scale. Learnt, it falls to nothing in small models.
             kind = nn.Parameter if config.position_embedding == "sinusoidal" else nn.Buffer
             self.position_scale = kind(torch.full((1,), config.n_embd**-0.5))
@@ -145,7 +145,7 @@ class Embeddings(nn.Module):
         x = self.tok_embeddings(ids)  # (B, T, C)
         if self.position_embedding == "learned":
             x = x + self.position_embeddings.weight[:T]
-        elif self.position_embedding != "rope":
+        elif self.position_embedding.startswith("sinusoidal"):
             x = x + self.position_scale * self.position_table[:T]
         if self.token_types:
             if token_type_ids is None:
@@ -454,7 +454,8 @@ class CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits, labels):
     """F.cross_entropy, summed, in nats: on a CPU faster in uncompiled training.
 
-    A compiler fuses the passes of torch's; what is evaluated keeps float32's digits."""
+    A compiler fuses the passes of torch's; what is evaluated keeps float32's digits. Whoever wants
+    another loss takes the faster one out, or edits both."""
     trains = logits.requires_grad and not torch.compiler.is_compiling()
     if logits.is_cpu and trains and logits.dtype != torch.float16:
         return CrossEntropy.apply(logits, labels)
@@ -465,7 +466,8 @@ def make_loss(model, device, amp_dtype):
     """loss_fn(ids (B, T), positions (B, K), labels (B, K)): cross-entropy in nats, a 0-d tensor.
 
     It is the sum over all labels that are not -100. Rows of whole records come with records (B, T)
-    too, as Encoder.forward() takes them."""
+    too, as Encoder.forward() takes them. Evaluations call it too: what is to be a part of training
+    alone, an auxiliary loss or smoothed labels, is added `if model.training`."""
 
     residual_dtype = pick_residual_dtype(device, amp_dtype)
 

@@ -105,7 +105,9 @@ def run_train(argv, values, data):
     printed = folder.with_name(folder.name + ".txt")  # called .running.txt until the run is over
     facts = record.read_facts(folder)
     # micro_batch may have been halved until a step fitted, compile put off where nothing compiles.
-    asked = facts.get("settings", {}) | {"micro_batch": facts.get("asked_micro_batch")}
+    # A setting that is newer than the run had its default.
+    asked = train.SETTINGS | facts.get("settings", {})
+    asked |= {"micro_batch": facts.get("asked_micro_batch")}
     asked |= {"compile": facts.get("asked_compile")}
     if printed.exists() and facts.get("data") == data and asked == values:
         code, today = facts.get("code"), machine.code_hash(train.__file__)

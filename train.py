@@ -323,16 +323,15 @@ def build_optimizers(named):
         raise ValueError(f"optimizer={optimizer} is unknown: choose one of {', '.join(kinds)}")
     matrices, decayed, exempt = [], [], []
     for name, p in named.items():
-        if optimizer == "muon" and ".layers." in name and p.ndim == 2:
-            matrices.append(p)
-        elif "norm" in name or "bias" in name:
+        if "norm" in name or "bias" in name:
             exempt.append(p)
+        elif optimizer == "muon" and ".layers." in name and p.ndim == 2:
+            matrices.append(p)
         else:
             decayed.append(p)
-    where = decayed[0].device.type
     groups = [{"params": decayed, "weight_decay": weight_decay}]
-    if exempt:
-        groups.append({"params": exempt, "weight_decay": 0.0})
+    groups.append({"params": exempt, "weight_decay": 0.0})
+    where = next(iter(named.values())).device.type
     fused = where in ("cuda", "cpu")
     options = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "fused": fused}
     optimizers = [kinds[optimizer](groups, **options)]
@@ -367,7 +366,8 @@ def train_step(run, progress):
         n_labels *= run.meta["counts"]["filled"]
 
     # Forward and backward: every rank takes its share of the step's micro-batches. Gradients add up
-    # in .grad, so each loss is divided by what the whole step predicts.
+    # in .grad, so each loss is divided by what the whole step predicts: masks of yours that make
+    # another number of labels want another n_labels.
     total_loss = torch.zeros((), device=run.device)
     starts = range(state.row, state.row + n_rows, state.micro_batch)
     with fit.together():  # where memory runs out, all ranks leave the step here

@@ -12,6 +12,7 @@ import sys
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from nanocram.model_folder import misfit, not_finite, today
@@ -35,7 +36,7 @@ def write(run, folder, optimizer_name, file="ckpt.pt"):
         "optimizer": optimizer_name,
         "optimizers": [states_by_name(o, run.model) for o in run.optimizers],
         "scaler": run.scaler.state_dict(),
-        "state": asdict(run.state),
+        "state": state_to_keep(run.state),
     }
 
     def write_to(path):
@@ -49,6 +50,41 @@ def write(run, folder, optimizer_name, file="ckpt.pt"):
                 raise error from None
 
     write_beside(Path(folder) / file, write_to)
+
+
+def state_to_keep(state):
+    """{field: value} of a train.State, without what restore() would refuse: that is named."""
+    defaults = asdict(type(state)())
+    kept = {}
+    for name, value in asdict(state).items():
+        try:
+            value = for_each(as_python, value)
+            wrong = misfit_of_numbers({name: value}, defaults)
+        except TypeError as e:
+            wrong = f"{name}, {e}"
+        if wrong:
+            print(f"WARNING: the checkpoint lacks State.{wrong}: a resume begins with its default")
+        else:
+            kept[name] = value
+    return kept
+
+
+def as_python(value):
+    """A value as torch reads it without running code; TypeError, of its kind, where it cannot."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if not isinstance(value, bool | int | float | str | torch.Tensor | None):
+        raise TypeError(f"a {type(value).__name__}: keep numbers, strings, lists, dicts, tensors")
+    return value
+
+
+def for_each(function, value):
+    """function(part) for each part of dicts, lists, tuples and sets, in their places."""
+    if isinstance(value, dict):
+        return {key: for_each(function, part) for key, part in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(for_each(function, part) for part in value)
+    return function(value)
 
 
 def names_of(optimizer, model):
@@ -65,7 +101,7 @@ def states_by_name(optimizer, model):
 
 def name_older_states(run, checkpoint):
     """Give the optimisers' states their parameters' names: until November 2026 they had numbers."""
-    for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=False):
+    for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=True):
         names = names_of(o, run.model)
         for i in [key for key in states if isinstance(key, int)]:
             states[names[i]] = states.pop(i)
@@ -97,7 +133,10 @@ def restore(run, folder, optimizer_name):
         o.load_state_dict({"state": state, "param_groups": o.state_dict()["param_groups"]})
     if run.scaler.is_enabled():
         run.scaler.load_state_dict(run.scaler.state_dict() | checkpoint["scaler"])
+    where = run.model.decoder.weight.device  # with offload the host
     for name, value in checkpoint["state"].items():
+        # Tensors are a fork's: an average of the weights, say.
+        value = for_each(lambda part: part.to(where) if torch.is_tensor(part) else part, value)
         setattr(run.state, name, value)
     run.state.consecutive_skips = 0  # a fresh start
 
@@ -113,6 +152,9 @@ def misfit_of_run(run, optimizer_name, checkpoint):
         return f"is of another model: to resume it, type {' '.join(flags)}"
     if checkpoint["data"] != run.meta["sha256"]["train.bin"]:
         return "was trained on another train.bin: name its --data_dir"
+    if len(checkpoint["optimizers"]) != len(run.optimizers):
+        count = f"{len(checkpoint['optimizers'])}, build_optimizers() makes {len(run.optimizers)}"
+        return f"has the states of another number of optimisers, {count}: make as many to resume it"
     name_older_states(run, checkpoint)
     wrong = misfit(checkpoint["model"], run.model.state_dict())
     for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=True):
@@ -128,15 +170,19 @@ def misfit_of_run(run, optimizer_name, checkpoint):
 def misfit_of_numbers(saved, defaults):
     """The first saved value of another type than its default, or that no run has; '' if none.
 
-    What has no default here, such as the scale where none is used, is not looked at."""
+    Counts, seconds and the loss scale are finite and not below -1; others may be infinite, as a
+    fork's best loss is at first. What has no default here, such as the scale where none is used, is
+    not looked at."""
     for name, value in saved.items():
         if defaults.get(name) is None:
             continue
         wanted = type(defaults[name])
-        is_number = type(value) in (int, float) and -1 <= value < math.inf
         fits = type(value) is wanted or (wanted is float and type(value) is int)
-        if wanted in (int, float):
-            fits = fits and is_number
+        is_time = name == "elapsed" or name.endswith("_seconds")
+        if wanted is int or (wanted is float and (is_time or name == "scale")):
+            fits = fits and -1 <= value < math.inf
+        elif wanted is float:
+            fits = fits and not math.isnan(value)
         if not fits:
             return f"{name}={value!r:.30}"
     return ""
@@ -149,10 +195,15 @@ def misfit_of_states(states, optimizer, model):
     for name, state in states.items():
         if name not in names:
             return f"the optimiser's state of {name} is unknown"
-        # A moment is of its parameter's shape; what else an optimiser keeps is its own affair.
+        # A moment is of its parameter's shape; other tensors have to be finite, the rest may be
+        # what it likes.
         known = dict.fromkeys(MOMENTS, weights[name]) | {"step": torch.zeros(())}
         checked = {key: t for key, t in state.items() if key in known or torch.is_tensor(t)}
-        wrong = misfit(checked, {key: known.get(key, t) for key, t in checked.items()})
+        count = checked.get("step")
+        if isinstance(count, int) and count >= 0:  # some count in Python
+            checked["step"] = torch.tensor(float(count))
+        shapes_from = {key: known.get(key, t) for key, t in checked.items()}
+        wrong = misfit(checked, shapes_from)
         if wrong:
             return f"of {name}'s state in the optimiser, {wrong}"
     return ""

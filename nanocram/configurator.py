@@ -19,16 +19,16 @@ from pathlib import Path
 
 
 def let_segments_grow():
-    """Have torch's allocator lose no memory in pieces too small for a batch of another shape.
+    """Set PYTORCH_ALLOC_CONF against fragmentation: pieces too small for a batch of another shape.
 
-    It reads this when torch is imported, and every script imports this file before. A user's own
-    setting stands, by its name of today, which torch heeds from 2.11 on, or the older one. Without
-    NVML, or with one older than driver 550, which lacks the function that is looked up here, torch
-    2.13 would crash at its first allocation: then nothing is set."""
+    torch reads it when it is imported, and every script imports this file before. A user's own
+    setting stands, by its name of today, which torch heeds from 2.11 on, or the older one. Nothing
+    is set without NVML of driver 550 or later: torch 2.13 would crash at its first allocation."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     if any(name in os.environ for name in names):
         return
     with contextlib.suppress(OSError, AttributeError):
+        # It raises where NVML or the function is missing.
         ctypes.CDLL("libnvidia-ml.so.1").nvmlDeviceGetGpuFabricInfoV  # noqa: B018
         os.environ[names[0]] = "expandable_segments:True"
 
@@ -47,7 +47,7 @@ ARITHMETIC = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-LARGEST = 2**63  # of whole numbers: 9**9**9 would compute for hours
+LARGEST = 2**63  # of whole numbers
 UNUSABLE = (ValueError, TypeError, ArithmeticError, SyntaxError, MemoryError, RecursionError)
 
 
@@ -67,14 +67,25 @@ def configure(namespace, argv=None, also=None):
     spaces |= dict.fromkeys(own, namespace)
     defaults = {name: space[name] for name, space in spaces.items()}
     values = dict(defaults)
+    derived = derived_settings(spaces, defaults) if argv else {}
     for arg in joined(argv):
-        if not arg.startswith("--"):
-            read_recipe(arg, values, defaults, Path(namespace["__file__"]))
-            continue
-        name, _, text = arg[2:].partition("=")
-        if name not in values:
-            refuse(COMMAND_LINE, name, defaults, namespace["__file__"])
-        values[name] = convert(COMMAND_LINE, name, parse(text, values, defaults[name]), defaults)
+        if arg.startswith("--"):
+            name, _, text = arg[2:].partition("=")
+            if name not in values:
+                refuse(COMMAND_LINE, name, defaults, namespace["__file__"])
+            value = parse(text, values, defaults[name])
+            values[name] = convert(COMMAND_LINE, name, value, defaults)
+            given = {name}
+        else:
+            given = read_recipe(arg, values, defaults, Path(namespace["__file__"]))
+        # n_inner = 2 * n_embd in a script follows n_embd, unless it is given itself.
+        derived = {name: node for name, node in derived.items() if name not in given}
+        for name, node in derived.items():
+            try:
+                value = evaluate(node, values)
+            except UNUSABLE as e:
+                sys.exit(f"{name} cannot be computed: {e}")
+            values[name] = convert(ast.unparse(node), name, value, defaults)
 
     for name, default in defaults.items():
         if isinstance(default, str):
@@ -83,6 +94,21 @@ def configure(namespace, argv=None, also=None):
             print(f"{name} = {values[name]!r}  (default {default!r})")
         spaces[name][name] = values[name]
     return own
+
+
+def derived_settings(spaces, defaults):
+    """{name: expression} of the settings that scripts compute from others, in their order.
+
+    spaces: {setting: globals of its script}; defaults: {setting: value}. Left out are expressions
+    that a recipe may not hold, and those that do not give the setting's value."""
+    found = {}
+    for file in dict.fromkeys(space["__file__"] for space in spaces.values()):
+        for name, node in assignments(file):
+            if name in spaces and spaces[name]["__file__"] == file and not is_literal(node.value):
+                with contextlib.suppress(NameError, *UNUSABLE):
+                    if evaluate(node.value, defaults) == defaults[name]:
+                        found[name] = node.value
+    return found
 
 
 def check_assigned(namespace, defaults):
@@ -110,8 +136,8 @@ def joined(argv):
     rest = iter(argv)
     for arg in rest:
         if arg.startswith("--") and "=" not in arg:
-            value = next(rest, "--")  # the end has no value either
-            if value.startswith("--"):
+            value = next(rest, None)
+            if value is None or value.startswith("--"):
                 sys.exit(f"{arg} has no value: write {arg}=VALUE")
             arg = f"{arg}={value}"
         yield arg
@@ -120,7 +146,8 @@ def joined(argv):
 def read_recipe(path, values, defaults, script):
     """Take a recipe's lines into values, {name: value} of the settings as they are so far.
 
-    One recipe serves all scripts: what another one in the folder has for a setting passes."""
+    Returns the names that it sets. One recipe serves all scripts: settings of another script in the
+    folder are skipped."""
     try:
         nodes = parse_file(path)
     except FileNotFoundError:
@@ -129,6 +156,7 @@ def read_recipe(path, values, defaults, script):
     except (OSError, *UNUSABLE) as e:
         sys.exit(f"cannot read the recipe {path}: {e}")
     known = dict(values)  # what an expression may name: also what passes here
+    given = set()
     elsewhere = None
     for node in nodes:
         where = f"{path}, line {node.lineno}"
@@ -154,6 +182,8 @@ def read_recipe(path, values, defaults, script):
         known[name] = value
         if is_ours:
             values[name] = known[name] = convert(where, name, value, defaults)
+            given.add(name)
+    return given
 
 
 def parse_file(path):
@@ -199,7 +229,7 @@ def evaluate(node, known):
     elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
         left, right = evaluate(node.left, known), evaluate(node.right, known)
         if isinstance(node.op, ast.Pow) and abs(right) > 64:
-            raise ValueError("an exponent above 64")
+            raise ValueError("an exponent above 64")  # 9**9**9 would compute for hours
         is_text = isinstance(left, str) or isinstance(right, str)
         if is_text and not isinstance(node.op, ast.Add):
             raise ValueError("strings can only be added")
@@ -250,7 +280,7 @@ def refuse(where, name, defaults, script):
 def print_help(doc, namespaces):
     """Print a docstring and the settings of scripts as their sources have them, then exit.
 
-    The value is added where it is computed, or set in another way than by a line of its own."""
+    The value of a setting is added where it is computed, or has no line of its own."""
     lines = [doc.strip()]
     for namespace in namespaces:
         path = Path(namespace["__file__"])

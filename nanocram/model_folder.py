@@ -8,7 +8,7 @@ names, for load().
 """
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -52,17 +52,64 @@ FIXED |= {"global_attn_every_n_layers": 1, "pad_token_id": 0, "cls_token_id": 1,
 FIXED |= {"bos_token_id": 1, "eos_token_id": 2}
 
 
+# A ModernBERT so small that model.py can be asked at any time what it computes: of 128 tokens the
+# last one's first four logits, with a head and without, as transformers has them (test_model.py).
+PROBE = {"vocab_size": 12, "max_seq_len": 128, "n_layer": 4, "n_head": 2, "n_embd": 8}
+PROBE |= {"n_inner": 12, "n_narrow": 0, "linear_bias": False, "norm_bias": False}
+PROBE |= {"decoder_bias": False, "norm_eps": 1e-5, "dropout": 0.0, "zero_init": False}
+PROBE_THETA = 10000.0
+PROBE_IDS = torch.arange(128)[None] % 12
+PROBE_LOGITS = {
+    True: (1.178206, -0.393363, -1.788460, -2.380637),
+    False: (0.480757, -0.009538, -0.495408, -0.758930),
+}
+
+
+def probe(config):
+    """(MaskedLM, logits (4,)) of config, but for what PROBE has; its weights are a formula's."""
+    with torch.random.fork_rng(devices=[]):  # a run's random numbers stay what they were
+        probed = MaskedLM(replace(config, **PROBE)).eval()
+    for name, tensor in probed.state_dict().items():
+        angles = 0.7 * torch.arange(tensor.numel()) + sum(name.encode())
+        tensor.copy_(1.5 * angles.sin().view(tensor.shape))
+    with torch.no_grad():
+        return probed, probed(PROBE_IDS, PROBE_IDS.new_tensor([[127]]))[0, 0, :4]
+
+
+def is_edited(config):
+    """Whether model.py computes something else than transformers' ModernBERT: a fork may have
+    changed a layer that has no switch. With another ROPE_THETA, which config.json says, it is not
+    known."""
+    if ROPE_THETA != PROBE_THETA:
+        return False
+    wanted = torch.tensor(PROBE_LOGITS[config.head_transform])
+    try:
+        return not torch.allclose(probe(config)[1], wanted, rtol=1e-4, atol=1e-4)
+    except Exception:  # it has other arguments, or shapes that do not fit: no ModernBERT either
+        return True
+
+
 def not_native(config):
     """Why a model of this config is no ModernBERT, in a few words; '' where it is one.
 
-    A switch that a fork has added makes it none, unless it has its default."""
+    Nor is it one where a fork's switch is not at its default, or after an edit of model.py that
+    changes what is computed (biases are not looked at)."""
     wrong = [name for name, value in NATIVE.items() if getattr(config, name) != value]
     known = {*NATIVE, *SAME.values(), *APART}
     added = [f for f in fields(config) if f.name not in known]
     wrong += [f.name for f in added if getattr(config, f.name) != f.default]
     if config.n_narrow > 1:  # one narrow layer computes what the full model does
         wrong.append("n_narrow")
+    if not wrong and is_edited(config):
+        return "model.py as it was edited"
     return ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
+
+
+def modernbert_shape(config):
+    """ModernBERT's own keys of config.json, for a model of the sizes of config."""
+    found = FIXED | {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
+    found["classifier_activation"] = "gelu" if config.head_transform else "linear"
+    return found
 
 
 def folder_config(config, labels=None):
@@ -72,15 +119,22 @@ def folder_config(config, labels=None):
     found = {"model_type": "nanocram"}
     if not not_native(config):
         task = "ForMaskedLM" if labels is None else "ForSequenceClassification"
-        found = FIXED | {"architectures": [f"ModernBert{task}"]}
-        found |= {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
-        found["classifier_activation"] = "gelu" if config.head_transform else "linear"
+        found = modernbert_shape(config) | {"architectures": [f"ModernBert{task}"]}
     if labels is not None:
         names = labels or ("LABEL_0",)
         found["id2label"] = dict(enumerate(names))
         found["label2id"] = {name: i for i, name in enumerate(names)}
         found["problem_type"] = "single_label_classification" if labels else "regression"
     return found | {"nanocram": asdict(config)}
+
+
+def distinguishing_fields(config):
+    """{field: value} by which models are compared: one that a fork has added only where it is not
+    at its default."""
+    known = {*NATIVE, *SAME.values(), *APART}
+    default_of = {field.name: field.default for field in fields(config)}
+    all_fields = asdict(config).items()
+    return {name: v for name, v in all_fields if name in known or v != default_of[name]}
 
 
 def today(saved, known, where):

@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -97,9 +98,19 @@ def as_lines(rows, with_header):
     if with_header:
         writer.writeheader()
     for row in rows:
-        short = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
-        writer.writerow(short)
+        writer.writerow({name: as_cell(value) for name, value in row.items()})
     return lines.getvalue()
+
+
+def as_cell(value):
+    """A value as log.csv has it: True is 1, a float has 6 digits, a word no comma or quote."""
+    if hasattr(value, "item") and math.prod(value.shape) == 1:  # torch's and NumPy's
+        value = value.item()
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int | None):
+        return value
+    return f"{value:.6g}" if isinstance(value, float) else re.sub(r'[",\s]+', " ", str(value))
 
 
 def append_row(folder, row):
@@ -109,23 +120,32 @@ def append_row(folder, row):
     append_text(path, as_lines([row], with_header=is_new))
 
 
-def read_log(folder):
-    """The rows of log.csv, [{column: number}], empty fields left out, broken lines too."""
+def read_lines(folder):
+    """[(row, cells)] of log.csv: {column: number}, and {column: text}; broken lines left out."""
     path = Path(folder) / "log.csv"
     text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
-    rows = []
+    found = []
     for cells in csv.DictReader(lines, quoting=csv.QUOTE_NONE):
-        with contextlib.suppress(ValueError, TypeError):
-            row = {k: int(v) if k in WHOLE else float(v) for k, v in cells.items() if v}
-            if NEEDED.issubset(row):
-                rows.append(row)
-    return rows
+        if None in cells:  # more of them than columns: two lines in one
+            continue
+        row = {}
+        for name, cell in cells.items():
+            with contextlib.suppress(ValueError, TypeError):  # empty, cut short, or a fork's word
+                row[name] = int(cell) if name in WHOLE else float(cell)
+        if NEEDED.issubset(row):
+            found.append((row, cells))
+    return found
+
+
+def read_log(folder):
+    """The rows of log.csv, [{column: number}], empty fields left out, broken lines too."""
+    return [row for row, _ in read_lines(folder)]
 
 
 def drop_rows_after(folder, step):
     """Remove what log.csv says of the steps after `step`: a resumed run does them again."""
-    rows = [row for row in read_log(folder) if row["step"] <= step]
+    rows = [cells for row, cells in read_lines(folder) if row["step"] <= step]
     text = as_lines(rows, with_header=True)
     write_beside(Path(folder) / "log.csv", lambda path: path.write_bytes(text.encode()))
 

@@ -100,7 +100,7 @@ def test_an_imported_script_takes_nothing_from_the_command_line(example, monkeyp
 
 def test_flags_in_both_forms_and_what_was_changed_is_printed(example, capsys):
     configure(example, ["--count=7", "--rate", "2", "--name=a=b", "--flag=False", "--typed=4"])
-    assert [example[k] for k in DEFAULTS] == [7, 2.0, "a=b", False, 6, 4, 2]
+    assert [example[k] for k in DEFAULTS] == [7, 2.0, "a=b", False, 14, 4, 2]
     assert type(example["rate"]) is float
     printed = capsys.readouterr().out
     assert "count = 7  (default 3)" in printed and "typed" not in printed
@@ -134,13 +134,35 @@ def test_what_a_recipe_says_for_another_script_passes(example, tmp_path):
     """So does a value that only that script knows; one of ours cannot be made of it."""
     recipe = write(tmp_path, 'source = "b"\nparts = parts * 3\ncount = 9\n')
     configure(example, [recipe])
-    assert settings(example) == DEFAULTS | {"count": 9} and "source" not in example
+    assert settings(example) == DEFAULTS | {"count": 9, "width": 18} and "source" not in example
     configure(example, [write(tmp_path, "parts = 2\ncount = 2 * parts\n")])
     assert example["count"] == 4
     assert "line 2" in refused(example, write(tmp_path, "\ncount = 2 * parts\n"))
 
 
 NUMBERS = st.integers(-99, 99) | st.floats(-99, 99) | st.booleans()
+
+
+def test_a_setting_that_follows_from_another(example, tmp_path, other):
+    """width = 2 * count, unless it is given itself, before or behind; so in a recipe."""
+    recipe = write(tmp_path, "count = 5\n")
+    for argv, width in (
+        (["--count=4"], 8),
+        (["--count=4", "--width=7"], 7),
+        (["--width=7", "--count=4"], 7),
+        ([recipe], 10),
+        ([recipe, "--count=6"], 12),
+        (["--rate=2"], 6),
+    ):
+        space = dict(example)
+        configure(space, argv)
+        assert space["width"] == width
+    space = dict(example)
+    space["width"] = 8  # of a notebook, or of lines that are no plain assignment
+    configure(space, ["--count=4"])
+    assert space["width"] == 8
+
+
 LEAVES = NUMBERS.map(repr) | st.sampled_from(["count", "rate", "width", "flag"])
 
 

@@ -4,8 +4,10 @@ The long ones: python -m pytest -m slow -s tests/test_faults.py. It prints the c
 in results/README.md.
 """
 
+import collections
 import copy
 import csv
+import dataclasses
 import itertools
 import json
 import math
@@ -681,7 +683,7 @@ NAME = "model.layers.1.attn.Wq.weight"
         (lambda c: c["model"].pop(NAME), NAME),
         (lambda c: c["model"].update({NAME: torch.ones(3, 4)}), NAME),
         (lambda c: c["model"][NAME].fill_(float("nan")), NAME),
-        (lambda c: c["optimizers"].pop(), "damaged"),
+        (lambda c: c["optimizers"].pop(), "optimisers, 1, build_optimizers() makes 2"),
         (lambda c: c["optimizers"][1][NAME].update(momentum_buffer=torch.ones(2, 2)), NAME),
         (lambda c: c["optimizers"][1].update(extra={}), "extra"),
         (lambda c: c["optimizers"][0]["decoder.bias"]["exp_avg"].fill_(math.inf), "exp_avg"),
@@ -765,6 +767,43 @@ def test_a_checkpoint_of_another_time_goes_on(saved, capsys):
     assert run.state.micro_batch == 4
 
 
+def test_what_a_fork_keeps_in_state_comes_back(saved, capsys):
+    """NumPy's numbers, averages of weights; what could not be read again is named and left out."""
+    run, _, _ = saved
+    folder = Path(module.out_dir)
+    run.state.last = {"rate": np.float64(0.5), "mean": np.mean([1, 2])}
+    run.state.best_loss = math.inf
+    average = {"w": torch.ones(2, 2)}
+    run.state = dataclasses.make_dataclass(
+        "Forked",
+        [("average", dict, dataclasses.field(default_factory=dict))],
+        bases=(module.State,),
+    )(**asdict(run.state), average=average)
+    checkpoint.write(run, folder, "muon")
+    run.state.average = {}
+    checkpoint.restore(run, folder, "muon")
+    assert run.state.last == {"rate": 0.5, "mean": 1.5} and run.state.best_loss == math.inf
+    assert torch.equal(run.state.average["w"], average["w"])
+    run.state.step_seconds = math.nan
+    for wrong, kind in ((collections.deque([1.0]), "deque"), ({"a": [np.zeros(2)]}, "ndarray")):
+        run.state.average = wrong
+        capsys.readouterr()
+        checkpoint.write(run, folder, "muon")
+        said = capsys.readouterr().out
+        assert f"State.average, a {kind}: keep" in said
+        assert "State.step_seconds=nan" in said
+        checkpoint.restore(run, folder, "muon")
+
+
+def test_an_optimiser_may_count_its_steps_in_python(saved):
+    run, good, restore = saved
+    for state in good["optimizers"][0].values():
+        state["step"] = 3
+    assert restore(good) == ""
+    module.train_step(run, 0.5)
+    assert run.state.skipped == 0
+
+
 def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path):
     run, good, restore = saved
 
@@ -794,6 +833,7 @@ def test_a_checkpoint_of_any_architecture_comes_back(tmp_path_factory, config):
             meta={"sha256": {"train.bin": "abc"}},
             state=module.State(step=3, elapsed=4.5) if seed == 0 else module.State(),
             optimizers=module.build_optimizers(dict(model.named_parameters())),
+            device=torch.device("cpu"),
         )
         ids = torch.randint(4, config.vocab_size, (2, 5))
         model(ids).square().sum().backward()

@@ -89,6 +89,8 @@ def test_a_setting_becomes_an_expression(fork):
     assert "# = 64" in fork.python("train.py", "--help")
     _, facts, _, _ = fork.train(max_steps=2)
     assert (facts["settings"]["n_embd"], facts["settings"]["n_inner"]) == (32, 64)
+    _, facts, _, _ = fork.train(max_steps=1, n_embd=64, out_dir="wider")
+    assert facts["settings"]["n_inner"] == 128  # it follows
     _, facts, rows, ckpt = fork.train(init="resume")
     assert facts["settings"]["n_inner"] == 64 and rows[-1]["step"] == "4"
     assert ckpt["model"]["model.layers.0.mlp.Wo.weight"].shape == (32, 64)
@@ -133,14 +135,14 @@ for seed in (3, 4):
 @pytest.mark.slow
 def test_a_new_field_of_state(fork, before):
     """It takes its default where an older checkpoint lacks it; the original goes on from its."""
-    fork.edit("train.py", "    step: int = 0 ", "    best: float = 100.0\n    step: int = 0 ")
+    fork.edit("train.py", "    step: int = 0 ", "    best: float = math.inf\n    step: int = 0 ")
     counted = "        state.loss_count += 1\n"
     fork.edit("train.py", counted, counted + "        state.best = min(state.best, loss)\n")
     shutil.copytree(before, fork.folder / "out")
     _, _, rows, ckpt = fork.train(init="resume")
     losses = [float(row["loss"]) for row in rows if row["step"] in ("3", "4")]
     assert ckpt["state"]["best"] == pytest.approx(min(losses), rel=1e-5)
-    fork.edit("train.py", "    best: float = 100.0\n", "")
+    fork.edit("train.py", "    best: float = math.inf\n", "")
     fork.edit("train.py", "        state.best = min(state.best, loss)\n", "")
     printed, _, rows, _ = fork.train(init="resume", max_steps=6)
     assert "best" in printed and rows[-1]["step"] == "6"
@@ -175,6 +177,17 @@ def test_a_new_switch_of_the_model(fork, before):
     # A folder is read as it was written, whatever the default has become.
     fork.edit("model.py", "    scale: float = 1.0\n", "    scale: float = 2.0\n")
     assert fork.python("-c", load.format("out")).strip() == "1.0"
+
+
+def test_a_layer_of_another_kind(fork):
+    """Without a switch: the folder says no longer that transformers may read it, and loads here."""
+    old = "    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.norm_bias)"
+    fork.edit("model.py", old, "    return nn.RMSNorm(config.n_embd, eps=config.norm_eps)")
+    printed, *_ = fork.train()
+    assert "this is no ModernBERT" in printed
+    assert json.loads((fork.folder / "out/config.json").read_text())["model_type"] == "nanocram"
+    code = "from nanocram import model_folder; print(model_folder.load('out').model.final_norm)"
+    assert "RMSNorm" in fork.python("-c", code)
 
 
 def test_another_schedule(fork):
@@ -219,13 +232,19 @@ def test_another_optimiser(fork):
     assert set(state) == {"step", "sum"} and state["step"] == 4
 
 
-def test_a_new_column_of_the_log(fork):
-    fork.edit("nanocram/record.py", "grad_norm skipped", "grad_norm loss_scale skipped")
+def test_new_columns_of_the_log(fork):
+    """Numbers, Python's or of a tensor, and words; a resume keeps what stands there."""
+    columns = "grad_norm loss_scale clipped phase skipped"
+    fork.edit("nanocram/record.py", "grad_norm skipped", columns)
     old = '    if optimizer == "muon":\n        state.last["muon_lr"]'
     new = '    state.last["loss_scale"] = run.scaler.get_scale()\n'
+    new += '    state.last |= {"clipped": norm > 1e9, "phase": "first"}\n'
     fork.edit("train.py", old, new + old)
-    _, _, rows, _ = fork.train()
-    assert [row["loss_scale"] for row in rows] == ["", "1", "1", "1", "1"]
+    fork.train(max_steps=2)
+    _, _, rows, _ = fork.train(init="resume")
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"]
+    for name, value in (("loss_scale", "1"), ("clipped", "0"), ("phase", "first")):
+        assert [row[name] for row in rows] == ["", *[value] * 4]
 
 
 def test_another_masking(fork):

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import model as model_file
 import train
 from model import (
     CHOICES,
@@ -26,7 +27,7 @@ from model import (
     pick_residual_dtype,
 )
 from nanocram.configurator import configure
-from nanocram.model_folder import load, not_native, save
+from nanocram.model_folder import PROBE_IDS, PROBE_LOGITS, load, not_native, probe, save
 
 SIZES = dict(vocab_size=90, max_seq_len=40, n_layer=3, n_head=2, n_embd=32, n_inner=24)
 
@@ -574,6 +575,53 @@ def test_what_is_native_is_said():
     assert "activation=relu2" in not_native(model_config(activation="relu2"))
     why = not_native(recipe("crammed"))
     assert "position_embedding=sinusoidal" in why and "first_attn_norm=True" in why
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_the_probe_is_what_transformers_computes(tmp_path, has_head):
+    save(probe(model_config(head_transform=has_head))[0], tmp_path)
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = theirs(input_ids=PROBE_IDS).logits[0, -1, :4]
+    assert torch.allclose(wanted, torch.tensor(PROBE_LOGITS[has_head]), rtol=1e-4, atol=3e-5)
+
+
+def interleaved(x, cos, sin):
+    """RoPE in the layout of its paper, where neighbours are a pair."""
+    half = x.shape[-1] // 2
+    cos, sin = (table[..., :half].repeat_interleave(2, -1) for table in (cos, sin))
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos + turned * sin
+
+
+def windowed(q, k, v, attn_bias, dropout):
+    """Attention to 64 neighbours on either side."""
+    places = torch.arange(k.shape[2])
+    near = (places[:, None] - places).abs() <= 64
+    return SDPA(q, k, v, near[-q.shape[2] :])
+
+
+SDPA = F.scaled_dot_product_attention
+EDITS = {
+    "SwiGLU": (model_file, "ACTIVATIONS", {"geglu": F.silu, "gelu": F.gelu}),
+    "RMSNorm": (model_file, "layer_norm", lambda config: torch.nn.RMSNorm(config.n_embd)),
+    "NoPE": (model_file, "rotate", lambda x, cos, sin: x),
+    "RoPE's other layout": (model_file, "rotate", interleaved),
+    "a window": (F, "scaled_dot_product_attention", windowed),
+    "two embeddings": (model_file.Embeddings, "forward", lambda self, ids, types: None),
+}
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_model_is_no_longer_native(monkeypatch, name, has_head):
+    """Nor does asking for it move the run's random numbers."""
+    config = model_config(head_transform=has_head)
+    state = torch.get_rng_state()
+    assert not_native(config) == ""
+    monkeypatch.setattr(*EDITS[name])
+    assert not_native(config) == "model.py as it was edited"
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_broken_folders_are_one_line(tmp_path):

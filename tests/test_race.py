@@ -240,6 +240,14 @@ def test_what_differs_is_run_again(again):
     assert runs_anew(values, "other data")
 
 
+def test_a_setting_that_is_new_since_had_its_default(again):
+    facts, runs_anew = again
+    values = dict(facts["settings"])
+    del facts["settings"]["zero_init"]
+    assert not runs_anew(values)
+    assert runs_anew(values | {"zero_init": not values["zero_init"]})
+
+
 def test_a_run_of_other_code_is_named(again, capsys):
     """It is kept: whoever edits a comment loses no race of hours."""
     facts, runs_anew = again

@@ -171,7 +171,7 @@ def write_model(folder, data_dir):
 @pytest.fixture
 def workplace(tmp_path, data_dir, corpus, glue_files, monkeypatch):
     """A folder that looks like the repository to its commands, with small data and small models."""
-    for name in ("config", "nanocram", *SCRIPTS):
+    for name in ("config", "nanocram", "model.py", *SCRIPTS):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(data_dir, tmp_path / "data/ready")
     text = gzip.compress(corpus.read_bytes())
@@ -201,7 +201,7 @@ def shortened(command):
 def test_what_can_run_here_runs(workplace, data_dir, name):
     """All commands of a script, one after the other."""
     if name == "finetune_glue.py":
-        for model in ("NAME", "small", "small54", "fineweb", "mini/mini-0"):
+        for model in ("NAME", "small", "evening", "small54", "fineweb", "mini/mini-0"):
             write_model(workplace / "out" / model, data_dir)
     lines = []
     for command in OURS:

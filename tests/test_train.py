@@ -221,6 +221,19 @@ def test_muon_gets_the_blocks_matrices_and_nothing_else_decays_but_tables(settin
     }
 
 
+def test_muon_leaves_gains_of_two_dimensions_alone(setting):
+    """Of a fork: a norm for each head; and it may give its tables another optimiser."""
+    setting(optimizer="muon", weight_decay=0.1)
+    names = "model.layers.0.attn.Wq.weight", "model.layers.0.attn.q_norm.weight"
+    matrix, gain = (torch.nn.Parameter(torch.ones(2, 2)) for _ in names)
+    adam, muon = module.build_optimizers(dict(zip(names, (matrix, gain), strict=True)))
+    assert muon.param_groups[0]["params"] == [matrix]
+    assert [g["weight_decay"] for g in adam.param_groups if g["params"]] == [0.0]
+    gain.grad = torch.ones(2, 2)
+    adam.step()
+    assert (gain < 1).all()
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)]
 )
@@ -857,6 +870,9 @@ def test_the_log_survives_a_cut_line_and_a_resume(tmp_path):
     record.append_row(tmp_path, {"elapsed_s": 10.0, "step": 30, "tokens": 3000, "skipped": 1})
     assert record.read_log(tmp_path)[:-1] == rows and record.read_log(tmp_path)[-1]["step"] == 30
     text = (tmp_path / "log.csv").read_text()
+    merged = text.rstrip("\n") + text.splitlines()[-1] + "\n"  # two lines in one
+    (tmp_path / "log.csv").write_text(merged)
+    assert record.read_log(tmp_path) == rows
     (tmp_path / "log.csv").write_text(text, encoding="utf-8-sig")
     assert len(record.read_log(tmp_path)) == 4
     for spoilt in (text.partition("\n")[2], text.replace(",", ";")):  # as some tables are saved

@@ -59,7 +59,7 @@ def state_to_keep(state):
     for name, value in asdict(state).items():
         try:
             value = for_each(as_python, value)
-            wrong = misfit_of_numbers({name: value}, defaults)
+            wrong = misfit_of_values({name: value}, defaults)
         except TypeError as e:
             wrong = f"{name}, {e}"
         if wrong:
@@ -159,15 +159,15 @@ def misfit_of_run(run, optimizer_name, checkpoint):
     wrong = misfit(checkpoint["model"], run.model.state_dict())
     for o, states in zip(run.optimizers, checkpoint["optimizers"], strict=True):
         wrong = wrong or misfit_of_states(states, o, run.model)
-    wrong = wrong or misfit_of_numbers(checkpoint["scaler"], run.scaler.state_dict())
-    wrong = wrong or misfit_of_numbers(checkpoint["state"], asdict(run.state))
+    wrong = wrong or misfit_of_values(checkpoint["scaler"], run.scaler.state_dict())
+    wrong = wrong or misfit_of_values(checkpoint["state"], asdict(run.state))
     for name in ("step", "row", "elapsed"):
         if name not in checkpoint["state"]:
             wrong = f"{name} is missing"
     return f"does not fit: {wrong}" if wrong else ""
 
 
-def misfit_of_numbers(saved, defaults):
+def misfit_of_values(saved, defaults):
     """The first saved value of another type than its default, or that no run has; '' if none.
 
     Counts, seconds and the loss scale are finite and not below -1; others may be infinite, as a

@@ -140,9 +140,6 @@ def test_what_a_recipe_says_for_another_script_passes(example, tmp_path):
     assert "line 2" in refused(example, write(tmp_path, "\ncount = 2 * parts\n"))
 
 
-NUMBERS = st.integers(-99, 99) | st.floats(-99, 99) | st.booleans()
-
-
 def test_a_setting_that_follows_from_another(example, tmp_path, other):
     """width = 2 * count, unless it is given itself, before or behind; so in a recipe."""
     recipe = write(tmp_path, "count = 5\n")
@@ -163,6 +160,7 @@ def test_a_setting_that_follows_from_another(example, tmp_path, other):
     assert space["width"] == 8
 
 
+NUMBERS = st.integers(-99, 99) | st.floats(-99, 99) | st.booleans()
 LEAVES = NUMBERS.map(repr) | st.sampled_from(["count", "rate", "width", "flag"])
 
 

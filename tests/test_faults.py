@@ -7,7 +7,6 @@ in results/README.md.
 import collections
 import copy
 import csv
-import dataclasses
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -767,6 +766,11 @@ def test_a_checkpoint_of_another_time_goes_on(saved, capsys):
     assert run.state.micro_batch == 4
 
 
+@dataclass
+class Forked(module.State):
+    average: dict = field(default_factory=dict)
+
+
 def test_what_a_fork_keeps_in_state_comes_back(saved, capsys):
     """NumPy's numbers, averages of weights; what could not be read again is named and left out."""
     run, _, _ = saved
@@ -774,11 +778,7 @@ def test_what_a_fork_keeps_in_state_comes_back(saved, capsys):
     run.state.last = {"rate": np.float64(0.5), "mean": np.mean([1, 2])}
     run.state.best_loss = math.inf
     average = {"w": torch.ones(2, 2)}
-    run.state = dataclasses.make_dataclass(
-        "Forked",
-        [("average", dict, dataclasses.field(default_factory=dict))],
-        bases=(module.State,),
-    )(**asdict(run.state), average=average)
+    run.state = Forked(**asdict(run.state), average=average)
     checkpoint.write(run, folder, "muon")
     run.state.average = {}
     checkpoint.restore(run, folder, "muon")
@@ -833,7 +833,6 @@ def test_a_checkpoint_of_any_architecture_comes_back(tmp_path_factory, config):
             meta={"sha256": {"train.bin": "abc"}},
             state=module.State(step=3, elapsed=4.5) if seed == 0 else module.State(),
             optimizers=module.build_optimizers(dict(model.named_parameters())),
-            device=torch.device("cpu"),
         )
         ids = torch.randint(4, config.vocab_size, (2, 5))
         model(ids).square().sum().backward()

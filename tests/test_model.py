@@ -608,7 +608,7 @@ EDITS = {
     "NoPE": (model_file, "rotate", lambda x, cos, sin: x),
     "RoPE's other layout": (model_file, "rotate", interleaved),
     "a window": (F, "scaled_dot_product_attention", windowed),
-    "two embeddings": (model_file.Embeddings, "forward", lambda self, ids, types: None),
+    "other arguments": (model_file.Embeddings, "forward", lambda self, ids: None),
 }
 
 

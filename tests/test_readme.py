@@ -44,7 +44,7 @@ def commands_of(block):
     for line in block.replace("\\\n", " ").splitlines():
         line = line.split("  #")[0].strip()
         assigned = re.fullmatch(r'(?:export )?([A-Z_]+)="?(.*?)"?', line)
-        loop = re.match(r"for (\w+) in (\w+)", line)
+        loop = re.match(r"for (\w+) in ([\w-]+)", line)
         if assigned or loop:
             name, value = (assigned or loop).groups()
             values[name] = value
@@ -201,7 +201,7 @@ def shortened(command):
 def test_what_can_run_here_runs(workplace, data_dir, name):
     """All commands of a script, one after the other."""
     if name == "finetune_glue.py":
-        for model in ("NAME", "small", "evening", "small54", "fineweb", "mini/mini-0"):
+        for model in "NAME", "small", "evening", "small54", "fineweb", "mini/mini-0", "day2k/day-0":
             write_model(workplace / "out" / model, data_dir)
     lines = []
     for command in OURS:

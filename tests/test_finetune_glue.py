@@ -244,11 +244,14 @@ def test_training_equals_a_plain_loop_around_transformers(
     schedule = transformers.get_cosine_schedule_with_warmup(
         optimizer, int(0.1 * len(steps)), len(steps)
     )
+    losses = []
     for rows in steps:
         (ids, mask, _), labels = data.batch(rows)
         mask = torch.ones_like(ids) if mask is None else mask
         labels = labels[:, None] if n_outputs == 1 else labels
-        theirs(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+        loss = theirs(input_ids=ids, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        losses.append(loss.item())
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -259,6 +262,7 @@ def test_training_equals_a_plain_loop_around_transformers(
         wanted = theirs.eval()(input_ids=ids, attention_mask=mask).logits.numpy()
     assert np.abs(after - wanted).max() < 1e-3 < 1e-2 < np.abs(after - before).max()
     assert len(steps) == 10 and facts["rows_per_second"] > 0
+    assert facts["train_loss"] == pytest.approx(np.mean(losses[5:]), rel=1e-3)
 
 
 def test_one_label_among_thousands_makes_other_data(model, settings, tmp_path):

@@ -254,9 +254,9 @@ def lr_scale(step, steps):
 def fine_tune(candidate, net, data, seed, amp_dtype, tick):
     """Fine-tune net on data, a Ragged; tick(tokens) after each step.
 
-    Returns how fast it went, and train_loss, the mean over the last epoch: cross-entropy in nats,
-    of a regression the mean squared error. Where it is high, nothing was learnt that could show on
-    a dev set; dropout is in it."""
+    Returns its speed and train_loss, the mean of the last epoch's losses: cross-entropy in nats, of
+    a regression the mean squared error. Where that is near a constant answer's, ln(classes) or the
+    labels' variance, little was learnt that a dev set could show; dropout raises it."""
     start = time.perf_counter()
     dev = data.dev
     lr = candidate.lr
@@ -271,9 +271,9 @@ def fine_tune(candidate, net, data, seed, amp_dtype, tick):
     # Rows of like length share a batch, so that little is padded: not the paper's, but faster.
     batches = []
     for epoch in range(epochs):
-        last_epoch = batches_by_length(data.length, candidate.batch, (seed, epoch))
-        batches += last_epoch
-    train_loss = torch.zeros((), device=dev)
+        batches += batches_by_length(data.length, candidate.batch, (seed, epoch))
+    last_epoch = len(batches) - len(batches) // epochs  # its first step
+    losses = []  # of the last epoch, on the device
 
     net.train()
     for step, rows in enumerate(batches):
@@ -288,10 +288,12 @@ def fine_tune(candidate, net, data, seed, amp_dtype, tick):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        if step >= len(batches) - len(last_epoch):
-            train_loss += loss.detach() / len(last_epoch)
+        if step >= last_epoch:
+            losses.append(loss.detach())
         tick(int(data.length[rows].sum()))
-    train_loss = round(train_loss.item(), 4)  # waits for the device, here alone
+    losses = torch.stack(losses).cpu()  # waits for the device, here alone
+    finite = losses[losses.isfinite()]  # in float16 a step may be skipped
+    train_loss = round(finite.mean().item(), 4)
     seconds = time.perf_counter() - start
     speed = sum(len(rows) for rows in batches) / seconds
     speeds = {"seconds": round(seconds, 2), "rows_per_second": round(speed, 1)}
@@ -479,7 +481,7 @@ def main():
             glue.add_runs(folder, [who | run])
             scores = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
             speed = f"{run['seconds']:.0f} s, {run['rows_per_second']:,.0f} rows/s"
-            loss = f"training loss {run['train_loss']:.2f} at the end"
+            loss = f"training loss {run['train_loss']:.2f} in the last epoch"
             bar.write(f"{job}: {scores}  ({loss}; {speed})")
 
     # The table of everything in glue.jsonl. Of processes that end together, each with seeds of its

@@ -1,12 +1,11 @@
 """The whole model: embeddings, transformer blocks, masked-language-model head, classifier head.
 
-    python -c "import model, train; print(model.MaskedLM(train.model_config()))"
+With train.py's defaults it has the paper's size (arXiv 2212.14034) and is a ModernBERT (arXiv
+2412.13663), names of modules included. The switches of ModelConfig also make the paper's crammed
+BERT, the original BERT and NarrowBERT.
 
-As train.py sets it, it is of the paper's size (arXiv 2212.14034) in the form that is natively a
-ModernBERT (arXiv 2412.13663), names of modules included. The switches of ModelConfig also make the
-paper's crammed BERT, the original BERT and NarrowBERT.
-
-Shapes: B rows of T tokens, K of them asked for; C channels in H heads of D; V vocabulary entries.
+Shapes: B rows of T tokens, of which K are predicted; C channels in H heads of D; V vocabulary
+entries.
 """
 
 from collections import OrderedDict
@@ -24,8 +23,8 @@ def relu_squared(x):
     return F.relu(x).square()
 
 
-# Activation functions of the MLP. Where a name ends in "glu", one half of what the first matrix
-# gives goes through the function and gates the other half (arXiv 2002.05202); else all of it does.
+# Activation functions of the MLP. If a name ends in "glu", the function is applied to one half of
+# the first matrix's output, which then gates the other half (arXiv 2002.05202).
 ACTIVATIONS = {
     "geglu": F.gelu,
     "relu2": relu_squared,
@@ -41,8 +40,9 @@ CHOICES = {
 class ModelConfig:
     """Sizes and switches of the model; train.py says what each is, and has its default.
 
-    A new switch may have a default here, the value that changes nothing: where it has another, and
-    without a default, a model folder is no ModernBERT. A global of train.py overrides it."""
+    Give a switch of your own a default here, the value that changes nothing: older checkpoints and
+    model folders then load, and a model that uses another value is saved as no ModernBERT. A
+    setting of the same name in train.py overrides it."""
 
     vocab_size: int
     max_seq_len: int
@@ -128,7 +128,7 @@ class Embeddings(nn.Module):
         if config.position_embedding == "learned":
             self.position_embeddings = nn.Embedding(config.max_seq_len, config.n_embd)
         elif config.position_embedding.startswith("sinusoidal"):
-            # The paper's: a fixed table times a scale. Learnt, it falls to nothing in small models.
+            # The paper's: a fixed table times a learnt scale, which falls to 0 in small models.
             kind = nn.Parameter if config.position_embedding == "sinusoidal" else nn.Buffer
             self.position_scale = kind(torch.full((1,), config.n_embd**-0.5))
             angles = position_angles(config.max_seq_len, config.n_embd)  # (T, C / 2)
@@ -157,8 +157,8 @@ class Embeddings(nn.Module):
 def attend_by_products(q, k, v, attn_bias, dropout):
     """F.scaled_dot_product_attention, with the scores of all heads in memory.
 
-    On a CPU with AVX512-BF16 that takes 0.4 of the time of torch's kernel, whose inner products
-    run as in float32; with 512 keys 0.7, and the scores' memory grows with their square."""
+    On a CPU with AVX512-BF16 it takes 0.4 of the time of torch's kernel, which multiplies as in
+    float32; with 512 keys 0.7, and the memory of the scores grows with the square of the keys."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, H, K, T)
     if attn_bias is not None:
         scores = scores + attn_bias
@@ -185,11 +185,10 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.n_head, -1))
 
     def forward(self, x, context, rope, attn_bias, positions):
-        """Vectors x (B, K, C), from positions (B, K) of a row, attend to context (B, T, C).
+        """Vectors x (B, K, C), at positions (B, K) of their rows, attend to context (B, T, C).
 
-        positions None: x is at all T positions. rope: cos and sin (T, 1, D) in the dtype of
-        queries, or None. attn_bias (B, 1, 1 or K, T), added to the scores: 0, or −inf where a
-        query must not look; or None."""
+        positions None: x is at all T positions. rope: cos and sin (T, 1, D), or None. attn_bias
+        (B, 1, 1, T) is added to the scores: 0, or −inf at padding; or None."""
         q = self.heads(self.Wq(x))  # (B, K, H, D)
         k = self.heads(self.Wk(context))  # (B, T, H, D)
         v = self.heads(self.Wv(context))
@@ -199,7 +198,7 @@ class Attention(nn.Module):
             if positions is not None:
                 cos, sin = cos[positions], sin[positions]  # (B, K, 1, D): the same for every head
             q = rotate(q, cos, sin)
-        # Transposed only now: where the rotation came behind it, q and k were copied twice.
+        # transpose after the rotation: the other way round, q and k are copied twice
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, K or T, D)
         dropout = self.dropout if self.training else 0.0
         by_products = q.is_cpu and q.dtype == torch.bfloat16 and k.shape[2] <= 512
@@ -209,7 +208,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated: Wo(act(a) · g), with a and g the halves of Wi x; not gated: Wo(act(Wi x))."""
+    """Gated: Wo(act(a) · g), where a and g are the halves of Wi x. Not gated: Wo(act(Wi x))."""
 
     def __init__(self, config):
         super().__init__()
@@ -230,12 +229,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to its input; norms before them, or behind the sums."""
+    """Attention and MLP, each added to its input; norms before them, or after the sums."""
 
     def __init__(self, config, first):
         super().__init__()
         self.post_norm = config.post_norm
-        # As in ModernBERT the first attention has no norm of its own: the embeddings may have one.
+        # as in ModernBERT: the embeddings' norm serves the first attention
         has_attn_norm = not first or config.post_norm or config.first_attn_norm
         self.attn_norm = layer_norm(config) if has_attn_norm else nn.Identity()
         self.attn = Attention(config)
@@ -244,8 +243,8 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x, rope, attn_bias, context=None, positions=None):
-        """Without a context, x (B, T, C) attends to itself. With a context (B, T, C), x (B, K, C)
-        is what stands at positions (B, K), and attends to the context. Pre-norm norms both here."""
+        """x (B, T, C) attends to itself; or, with a context (B, T, C), the vectors x (B, K, C) at
+        positions (B, K) attend to the context. Neither is normed yet in a pre-norm block."""
         if self.post_norm:
             context = x if context is None else context
             x = self.attn_norm(x + self.drop(self.attn(x, context, rope, attn_bias, positions)))
@@ -262,30 +261,22 @@ def padding_bias(attention_mask, dtype):
     return torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
 
 
-def record_bias(records, context, dtype):
-    """What SDPA adds to scores, (B, 1, K, T): 0, and −inf between tokens of different records.
-
-    records (B, K) and context (B, T): the number of the record that a query, or a key, is of."""
-    foreign = records[:, None, :, None] != context[:, None, None]
-    return torch.zeros_like(foreign, dtype=dtype).masked_fill_(foreign, -torch.inf)
-
-
 def pick_residual_dtype(device, product_dtype):
     """The dtype of the residual stream through full layers in pre-training; None: the embeddings'.
 
-    On a GPU whose products are in bfloat16 it is too: a tenth fewer bytes to move, and three pairs
-    of runs, 64 wide, told no difference (results/). float16 has not the range."""
-    is_low = device.type == "cuda" and product_dtype == torch.bfloat16
-    return product_dtype if is_low else None
+    bfloat16 on GPUs that multiply in it: a tenth fewer bytes to move, and no difference in three
+    pairs of runs 64 wide (results/README.md). float16 lacks the range."""
+    is_bf16_gpu = device.type == "cuda" and product_dtype == torch.bfloat16
+    return product_dtype if is_bf16_gpu else None
 
 
 class Encoder(nn.Module):
-    """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) where only K positions are asked for.
+    """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given.
 
-    A full layer computes all T positions, since later layers look at each of them. At the last
-    layer nobody does any more: it is narrow, and computes the K positions that are read, with keys
-    and values from all T. That changes no result. With n_narrow > 1 as many layers at the end are
-    narrow; all take keys and values from the last full layer (NarrowBERT, arXiv 2301.04761)."""
+    A full layer computes all T positions. A narrow layer computes only the K positions, with keys
+    and values from all T. The last layer is always narrow, which changes no result: nothing reads
+    its other outputs. With n_narrow > 1 so many last layers are narrow, and all of them take keys
+    and values from the last full layer (NarrowBERT, arXiv 2301.04761)."""
 
     def __init__(self, config):
         super().__init__()
@@ -307,16 +298,12 @@ class Encoder(nn.Module):
         positions=None,
         attention_mask=None,
         token_type_ids=None,
-        records=None,
         residual_dtype=None,
     ):
-        """attention_mask (B, T) is 0 at padding. records (B, T) has the number of each token's
-        record, 0 at padding: attention stays inside of a record, and RoPE knows distances alone.
-        residual_dtype: of the residual stream, what layers add to, through full layers; post-norm
-        models keep float32, which their norms return anyway."""
+        """attention_mask (B, T) is 0 at padding. residual_dtype: see pick_residual_dtype();
+        post-norm models ignore it, because their norms return float32 anyway."""
         x = self.embeddings(ids, token_type_ids)  # (B, T, C)
-        # The tables turn queries and keys, the bias is added to scores: each is cast to their dtype
-        # once, here, for every block would do it anew.
+        # cast RoPE's tables and the bias once, here, and not in every block
         device = x.device.type
         query_dtype = x.dtype
         if torch.is_autocast_enabled(device):
@@ -329,26 +316,22 @@ class Encoder(nn.Module):
         attn_bias = None
         if attention_mask is not None:
             attn_bias = padding_bias(attention_mask, query_dtype)
-        if records is not None:
-            attn_bias = record_bias(records, records, query_dtype)
-        plain = x.dtype
+        full_dtype = x.dtype
         if residual_dtype and self.n_full and self.pre_norm:
             x = x.to(residual_dtype)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, attn_bias)
-        x = x.to(plain)
+        x = x.to(full_dtype)
         context = x
         if positions is not None:
             x = gather_positions(x, positions)  # (B, K, C)
-            if records is not None:
-                attn_bias = record_bias(records.gather(1, positions), records, query_dtype)
         for layer in self.layers[self.n_full :]:
             x = layer(x, rope, attn_bias, context, positions)
         return self.final_norm(x)
 
 
 def make_head(config):
-    """BERT's dense-GELU-norm before the decoder; in fine-tuning it goes on as the pooler."""
+    """BERT's dense-GELU-norm before the decoder; in fine-tuning it becomes the pooler."""
     dense = nn.Linear(config.n_embd, config.n_embd, bias=config.head_bias)
     return nn.Sequential(OrderedDict(dense=dense, act=nn.GELU(), norm=layer_norm(config)))
 
@@ -356,9 +339,8 @@ def make_head(config):
 def init_weights(width):
     """A function for Module.apply(): matrices and tables N(0, 0.02 · √(768 / width)), biases 0.
 
-    0.02 is BERT's (arXiv 1810.04805; the paper's code too), at 768 wide; wider models keep it. With
-    it a narrow model begins with almost uniform attention: at 128 wide five minutes ended at a loss
-    of 5.31 instead of 5.08 (results/)."""
+    0.02 is BERT's (arXiv 1810.04805), at 768 wide; wider models keep it. Narrower models need more,
+    or attention begins almost uniform: at 128 wide, five minutes ended at 5.31 instead of 5.08."""
     std = 0.02 * max(1.0, 768 / width) ** 0.5
 
     def init(module):
@@ -382,7 +364,7 @@ class MaskedLM(nn.Module):
         self.decoder.weight = self.model.embeddings.tok_embeddings.weight
         self.apply(init_weights(config.n_embd))
         if config.zero_init:
-            # Without post_norm a block then starts as the identity (arXiv 1901.09321 and later).
+            # a pre-norm block then starts as the identity (arXiv 1901.09321)
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
@@ -397,9 +379,9 @@ class MaskedLM(nn.Module):
     def flops_per_token(self, seq_len, n_predicted):
         """FLOPs per token of forward and backward, on rows of seq_len tokens.
 
-        n_predicted tokens of a row are decoded; what they alone go through counts by their share.
         6 W + 12 L T C with W matrix weights (arXiv 2001.08361, section 2.1, but attention is not
-        causal). Norms, biases and the optimiser are not counted."""
+        causal). What only the n_predicted tokens of a row go through counts by their share. Norms,
+        biases and the optimiser are not counted."""
         share = n_predicted / seq_len
         n_full = self.model.n_full
         n_layer = self.config.n_layer
@@ -419,63 +401,25 @@ def matrix_weights(modules):
 
 
 def mixed_precision(device, dtype):
-    """Autocast of the matrix products to dtype on a torch.device; float32 leaves all as it is.
+    """Autocast of the matrix products to dtype on a torch.device; off for float32.
 
-    A cache of casts would save nothing, for a weight is cast once a pass, and keep all copies."""
+    No cache: a weight is cast only once a pass, and a cache would keep all the copies."""
     enabled = dtype != torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
-
-
-class CrossEntropy(torch.autograd.Function):
-    """Cross-entropy in nats of logits (N, V) and labels (N,), summed over those that are not -100.
-
-    On a CPU it takes half the time of F.cross_entropy with its backward pass, or less: the gradient
-    is made at once, in the dtype of the logits; sums are in float32. In bfloat16 the gradient of a
-    label that is all but certain loses digits: 0.5 % at 0.24 nats, a quarter at 0.003."""
-
-    @staticmethod
-    def forward(ctx, logits, labels):
-        is_real = labels >= 0
-        label_at = torch.arange(len(labels)), labels.clamp(min=0)
-        p = torch.softmax(logits.detach(), -1)  # (N, V)
-        p_label = p[label_at].float()
-        p[label_at] -= 1  # the gradient of -log p_label by the logits is p - 1 there, p elsewhere
-        p *= is_real.to(p.dtype)[:, None]
-        ctx.save_for_backward(p)
-        nats = -p_label.clamp(min=1e-38).log()
-        return (nats * is_real).sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (p,) = ctx.saved_tensors
-        return p.mul_(grad), None
-
-
-def cross_entropy(logits, labels):
-    """F.cross_entropy, summed, in nats: on a CPU faster in uncompiled training.
-
-    A compiler fuses the passes of torch's; what is evaluated keeps float32's digits. Whoever wants
-    another loss takes the faster one out, or edits both."""
-    trains = logits.requires_grad and not torch.compiler.is_compiling()
-    if logits.is_cpu and trains and logits.dtype != torch.float16:
-        return CrossEntropy.apply(logits, labels)
-    return F.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def make_loss(model, device, amp_dtype):
     """loss_fn(ids (B, T), positions (B, K), labels (B, K)): cross-entropy in nats, a 0-d tensor.
 
-    It is the sum over all labels that are not -100. Rows of whole records come with records (B, T)
-    too, as Encoder.forward() takes them. Evaluations call it too: what is to be a part of training
-    alone, an auxiliary loss or smoothed labels, is added `if model.training`."""
-
+    It is the sum over all labels that are not -100. Evaluations call it too: put an auxiliary loss
+    or smoothed labels behind `if model.training`."""
     residual_dtype = pick_residual_dtype(device, amp_dtype)
 
-    def loss_fn(ids, positions, labels, records=None):
+    def loss_fn(ids, positions, labels):
         with mixed_precision(device, amp_dtype):
-            logits = model(ids, positions, records=records, residual_dtype=residual_dtype)
-        # (B · K, V): they exist for these positions only
-        return cross_entropy(logits.flatten(0, 1), labels.flatten())
+            logits = model(ids, positions, residual_dtype=residual_dtype)
+        logits = logits.flatten(0, 1).float()  # (B · K, V): only the predicted positions have any
+        return F.cross_entropy(logits, labels.flatten(), reduction="sum")
 
     return loss_fn
 
@@ -483,8 +427,8 @@ def make_loss(model, device, amp_dtype):
 class Classifier(nn.Module):
     """Logits from one vector of a row: head, dropout, linear.
 
-    pooling: cls takes the hidden state of [CLS], mean the mean over all tokens but the padding.
-    The head is the masked language model's; fresh where that has none, of the same form."""
+    pooling: cls reads the hidden state of [CLS]; mean, the mean over all tokens but the padding.
+    The head is the masked language model's, or a fresh one if that has none."""
 
     def __init__(self, masked_lm, n_labels, dropout=0.1, pooling="cls"):
         super().__init__()

@@ -14,57 +14,61 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanocram.tokenizer import CLS, MASK, PAD, SEP
+from nanocram.tokenizer import CLS, MASK, SEP
 
 IGNORE = -100  # the label of a position that does not count, as in torch and transformers
 
 
 def load_meta(folder, **wanted):
-    """meta.json of a data set as a dict.
-
-    Exits with one line if the data set is incomplete, damaged, or has other values than wanted."""
-    path = Path(folder) / "meta.json"
-    if not path.exists():
-        sys.exit(f"{path} not found: run python prepare.py --data_dir={folder} (and your recipe)")
-    try:
-        meta = json.loads(path.read_text("utf-8"))
-        checksums = meta["sha256"]  # the last thing that prepare.py does
-    except (ValueError, LookupError, TypeError):
-        sys.exit(f"{path} is no finished data set: delete {folder} and run prepare.py again")
+    """meta.json of a data set as a dict; exits if the set is unfinished or has other values."""
+    folder = Path(folder)
+    again = f"run python prepare.py --data_dir={folder} (and your recipe)"
+    if not (folder / "meta.json").exists():
+        sys.exit(f"{folder / 'meta.json'} not found: {again}")
+    meta = json.loads((folder / "meta.json").read_text("utf-8"))
     for name, value in wanted.items():
-        have = meta[name]
-        if have != value:
-            way_out = f"type --{name}={have} or prepare anew"
-            sys.exit(f"{folder} is of {name}={have}, not {value}: {way_out}")
-    # train.bin is too large to hash. Rows refuses it where it is short or of another vocabulary.
-    for name in ("val.bin", "tokenizer.json"):
-        file = path.with_name(name)
-        right = checksums[name]
-        if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest() != right:
-            sys.exit(f"{file} is missing or not the one of meta.json: run prepare.py again")
+        if meta[name] != value:
+            sys.exit(f"{folder} has {name}={meta[name]}, not {value}: type --{name}={meta[name]}")
+    # train.bin is too large for a checksum at every start
+    size = 2 * meta["counts"]["rows"] * meta["seq_len"]
+    val_sum = hashlib.sha256((folder / "val.bin").read_bytes()).hexdigest()
+    if (folder / "train.bin").stat().st_size != size or val_sum != meta["sha256"]["val.bin"]:
+        sys.exit(f"train.bin or val.bin is not the one that meta.json describes: {again}")
     return meta
 
 
 class Rows:
-    """A .bin file as an endless stream of rows, in the same order every epoch.
+    """A .bin file as an endless stream of rows, in the same order every epoch."""
 
-    Read by position, not by memory map: a file that shrinks in mid-run is one line, not a crash."""
-
-    def __init__(self, path, count, seq_len, vocab_size, dev="cpu"):
+    def __init__(self, path, seq_len, dev="cpu"):
         self.path = Path(path)
-        self.count = count
         self.seq_len = seq_len
-        self.vocab_size = vocab_size
         self.dev = torch.device(dev)
+        self.count = self.path.stat().st_size // (2 * seq_len)
         self.fetched = {}  # {(start, n): those rows, on the device or on their way}
-        self.read(count - 1, 1)  # a file that is too short shows at once
 
-    def prefetch(self, start, n):
-        """Read n rows and queue them for the device, so that fetch() has them there."""
-        self.fetch(start, n)
+    def __len__(self):
+        return self.count
+
+    def read(self, start, n):
+        """n rows from start on, int64 (n, seq_len); behind the last row comes the first again.
+
+        No memory map: where a disk fails, that ends the process without a word."""
+        parts = []
+        end = start + n
+        while start < end:
+            at = start % self.count
+            take = min(end - start, self.count - at)
+            offset = 2 * at * self.seq_len
+            parts.append(np.fromfile(self.path, np.uint16, take * self.seq_len, offset=offset))
+            start += take
+        tokens = np.concatenate(parts)
+        if len(tokens) != n * self.seq_len:
+            sys.exit(f"{self.path} cannot be read to its end: see to the disk, then --init=resume")
+        return torch.from_numpy(tokens.astype(np.int64).reshape(n, self.seq_len))
 
     def fetch(self, start, n):
-        """n rows from start on, on the device."""
+        """n rows from start on, on the device. A call ahead of time hides the copy."""
         if (start, n) not in self.fetched:
             rows = self.read(start, n)
             on_gpu = self.dev.type == "cuda"
@@ -73,90 +77,33 @@ class Rows:
             self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
         return self.fetched[start, n]
 
-    def read(self, start, n):
-        """n rows from start on, int64 (n, seq_len); behind the last row comes the first again."""
-        parts = []
-        end = start + n
-        row_bytes = 2 * self.seq_len
-        try:
-            with open(self.path, "rb") as f:  # np.fromfile() takes a failing disk for the end
-                while start < end:
-                    at = start % self.count
-                    take = min(end - start, self.count - at)
-                    f.seek(at * row_bytes)
-                    parts.append(f.read(take * row_bytes))
-                    start += take
-        except FileNotFoundError:
-            self.refuse("is missing")
-        except OSError as e:  # which file it was, read() does not say
-            raise OSError(e.errno, e.strerror, str(self.path)) from None
-        content = b"".join(parts)
-        if len(content) != n * row_bytes:
-            self.refuse("is shorter than meta.json says")
-        tokens = np.frombuffer(content, np.uint16)
-        if tokens.max() >= self.vocab_size:
-            self.refuse("has tokens beyond the vocabulary")
-        return torch.from_numpy(tokens.astype(np.int64).reshape(n, self.seq_len))
-
-    def refuse(self, why):
-        sys.exit(f"{self.path} {why}: delete its folder and prepare anew")
-
 
 def round_up(n, multiple):
     """The least multiple that is no less than n."""
     return (n + multiple - 1) // multiple * multiple
 
 
-def is_packed(meta):
-    """Whether rows are cut from one stream, without padding; older data sets' are."""
-    return meta.get("settings", {}).get("pack", True)
+def held_out(rows, batch_size):
+    """{rate: [(ids, positions, labels), ...]} of held-out rows (N, T), at rates of 15 and 25 %.
 
-
-def record_numbers(rows):
-    """The number of each token's record, (B, T), in rows (B, T) of whole records; 0 at padding."""
-    return (rows == CLS).cumsum(1) * (rows != PAD)
-
-
-def spare_padding(rows, scores, slot):
-    """(scores, slot) by which padding and the [CLS] of records are never predicted.
-
-    rows (B, T) of whole records; scores (B, T − 1) choose places, the highest first. slot (K,),
-    the number of a choice, becomes (B, K): half a row of padding stretches it to twice as much, so
-    that the row has half as many labels."""
-    is_text = (rows != PAD) & (rows != CLS)
-    is_text = is_text[:, 1:]  # a row's first [CLS] has no score
-    share = is_text.float().mean(1, keepdim=True)
-    return scores.masked_fill(~is_text, -1.0), (slot + 0.5) / share
-
-
-def held_out(rows, batch, packed=True):
-    """{rate: [(ids, positions, labels), …]} of held-out rows (N, T), at rates of 15 and 25 %.
-
-    Not packed, each has records too. Both rates share positions and shapes: one compiled graph
-    serves both. Rows without labels fill up the last batch."""
+    Both rates share positions and shapes, so that one compiled graph serves both. Rows without
+    labels fill up the last batch."""
     N, T = rows.shape
-    k = round(0.25 * T)
-    # The masks of a row depend on its number and T alone: losses compare between runs of any recipe
-    # with equal N.
+    K = round(0.25 * T)
+    # The masks depend on a row's number and T alone: losses of any two recipes compare.
     generator = torch.Generator().manual_seed(0)
     scores = torch.stack([torch.rand(T - 1, generator=generator) for _ in range(N)])
-    slot = torch.arange(k)
-    if not packed:
-        scores, slot = spare_padding(rows, scores, slot)
-    positions = torch.stack([row.topk(k).indices for row in scores]) + 1  # (N, k)
+    positions = torch.stack([row.topk(K).indices for row in scores]) + 1  # (N, K)
     tokens = rows.gather(1, positions)
-    batch = min(batch, N)
-    filled = torch.arange(round_up(N, batch)) % N  # numbers of rows, a few repeated at the end
+    batch_size = min(batch_size, N)
+    filled = torch.arange(round_up(N, batch_size)) % N  # a few rows are repeated at the end
     sets = {}
     for rate in (15, 25):
-        kept = slot >= round(rate * T / 100)  # not masked at this rate
+        kept = torch.arange(K) >= round(rate * T / 100)  # not masked at this rate
         ids = rows.scatter(1, positions, torch.where(kept, tokens, MASK))[filled]
         labels = tokens.masked_fill(kept, IGNORE)[filled]
         labels[N:] = IGNORE
-        tensors = [ids, positions[filled], labels]
-        if not packed:
-            tensors.append(record_numbers(rows)[filled])
-        parts = (x.split(batch) for x in tensors)
+        parts = (x.split(batch_size) for x in (ids, positions[filled], labels))
         sets[rate] = list(zip(*parts, strict=True))
     return sets
 

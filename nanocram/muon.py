@@ -11,8 +11,6 @@ from collections import defaultdict
 
 import torch
 
-from nanocram import parallel
-
 COEFFICIENTS = (3.4445, -4.775, 2.0315)  # of the quintic that takes singular values to about 1
 NS_STEPS = 5  # Newton-Schulz iterations
 EPS = 1e-7
@@ -36,13 +34,7 @@ class Muon(torch.optim.Optimizer):
 
     It takes matrices (2-D) alone. dtype: that of the products in orthogonalise()."""
 
-    MOMENTS = 1  # tensors that it keeps of each matrix
-
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.bfloat16):
-        if lr < 0 or weight_decay < 0:
-            raise ValueError(
-                f"Muon's rate {lr} and weight decay {weight_decay} must not be below 0"
-            )
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
         self.dtype = dtype
 
@@ -64,9 +56,7 @@ class Muon(torch.optim.Optimizer):
                 if self.dtype == torch.float16:  # the square of a small gradient would be 0 in it
                     norms = [u.norm().clamp(min=EPS) for u in updates]
                     torch._foreach_div_(updates, norms)
-                # Several ranks each take a part of the products. All keep all of the momentum, for
-                # a checkpoint to be the same whatever their number.
                 updates = torch.stack([u.to(self.dtype) for u in updates])
-                updates = parallel.share(orthogonalise, updates)
+                updates = orthogonalise(updates)
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(matrices, updates.float().unbind(), alpha=-size)

@@ -35,7 +35,7 @@ def views(flat, parameters):
     return [part[: p.numel()].view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
 
-def plan_memory(config, dev, amp_dtype, *, rows, seq_len, n_predicted):
+def plan_memory(config, dev, amp_dtype, rows, seq_len, n_predicted):
     """Say what memory a model of config takes; whether sums_stay, as Streamed has it.
 
     rows: of a micro-batch. Exits with one line where the host's memory does not suffice."""

@@ -1,0 +1,368 @@
+"""What a run says and leaves behind: log.csv, run.json, loss.png and the model card, README.md.
+
+python -c "from nanocram import runlog; print(runlog.read_log('out/tiny')[-1])"
+python -c "from nanocram import runlog; runlog.plot('out/tiny')"     # draw loss.png anew
+"""
+
+import contextlib
+import csv
+import gc
+import io
+import itertools
+import json
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from nanocram import machine, pairs, parallel
+from nanocram.data import fill_masks
+from nanocram.model_folder import not_native
+from nanocram.safety import append_text, write_beside, write_text
+
+COLUMNS = (
+    "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
+    "lr batch_size mask_rate grad_norm skipped muon_lr"
+).split()  # a new column needs its name here
+
+
+def sentences(samples):
+    """The sentences of the setting `samples`."""
+    return samples.split("|") if samples else []
+
+
+def read_facts(folder):
+    """The dict of a folder's run.json; {} if there is none."""
+    path = Path(folder) / "run.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def new_folder(folder):
+    """Make a folder for a new run. An earlier run in it is moved aside, anything else refused."""
+    if (folder / "run.json").exists():
+        names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        folder.rename(aside)
+        print(f"{folder} held a run: moved it to {aside} (--init=resume would have continued it)")
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(path.name != "run.json.tmp" for path in folder.iterdir()):  # a kill leaves that one
+        sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
+
+
+def copy_tokenizer(data_dir, folder, max_seq_len):
+    """Copy the tokenizer's files, with the length at which transformers has to cut."""
+    write_text(folder / "tokenizer.json", (data_dir / "tokenizer.json").read_text("utf-8"))
+    config = json.loads((data_dir / "tokenizer_config.json").read_text("utf-8"))
+    config["model_max_length"] = max_seq_len
+    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
+
+
+def as_csv(rows, header=False):
+    """Dicts as lines of log.csv, floats with 6 digits; what is missing stays empty."""
+    lines = io.StringIO()
+    writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    for row in rows:
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    return lines.getvalue()
+
+
+def read_log(folder):
+    """The rows of log.csv as [{column: number}], without empty fields and broken lines."""
+    path = Path(folder) / "log.csv"
+    text = path.read_text("utf-8") if path.exists() else ""
+    rows = []
+    for cells in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        row = {}
+        for name, cell in cells.items():
+            with contextlib.suppress(ValueError, TypeError):
+                row[name] = int(cell) if cell.isdecimal() else float(cell)
+        if "step" in row and "elapsed_s" in row:
+            rows.append(row)
+    return rows
+
+
+class Log:
+    """What a train.Run tells while it trains. On ranks other than 0 every method does nothing."""
+
+    def __init__(self, run, folder, data_dir, settings):
+        self.run = run
+        self.folder = Path(folder)
+        self.settings = settings
+        self.silent = parallel.RANK > 0
+        self.unwritten = []  # rows that log.csv could not take so far
+        self.first_row = run.state.row  # where this process began to train
+        self.train_seconds = 0.0  # of this process
+        self.bar = None  # from the first step on
+        self.has_forecast = False
+        self.wandb = None
+        self.sentences = sentences(settings["samples"])
+        self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
+        self.n_params = sum(p.numel() for p in run.model.parameters())
+        if self.silent:
+            return
+
+        # make the folder ready; a resumed run forgets the rows after its checkpoint
+        before = {}
+        if settings["init"] == "resume":
+            before = read_facts(self.folder)
+            rows = [row for row in read_log(self.folder) if row["step"] <= run.state.step]
+            write_text(self.folder / "log.csv", as_csv(rows, header=True))
+            print(f"resumed at step {run.state.step:,}, after {run.state.elapsed / 60:.1f} minutes")
+        else:
+            new_folder(self.folder)
+            write_text(self.folder / "log.csv", as_csv([], header=True))
+        for name, was in before.get("settings", {}).items():
+            if name not in ("init", "micro_batch") and settings.get(name) != was:
+                print(f"{name} was {was!r} before the resume, and is {settings.get(name)!r} now")
+        copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
+        self.facts = {
+            "parameters": self.n_params,
+            "flops_per_token": run.flops_per_token,
+            "matmul_flops": self.matmul_rate / parallel.WORLD_SIZE,
+            "amp_dtype": str(run.amp_dtype),
+            "processes": parallel.WORLD_SIZE,
+            "data": run.meta["sha256"]["train.bin"],
+            "corpus": {
+                "source": run.meta["settings"]["source"],
+                "normalisation": run.meta["settings"]["normalisation"],
+                **run.meta["counts"],
+            },
+            **machine.describe(run.device),
+        }
+        if settings["wandb_project"]:
+            import wandb
+
+            self.wandb = wandb.init(
+                project=settings["wandb_project"],
+                name=self.folder.name,
+                config=settings,
+                id=before.get("wandb_id"),
+                resume="allow",
+            )
+            self.facts["wandb_id"] = self.wandb.id
+        self.write_facts(run.micro_batch)
+
+        # say what this run is, and what of it may surprise
+        self.say(
+            f"{self.n_params / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP a "
+            f"token; {machine.device_name(run.device)} multiplies matrices of {run.amp_dtype} at "
+            f"{self.matmul_rate / 1e12:.2f} TFLOP/s"
+        )
+        why = not_native(run.model.config)
+        if why:
+            self.say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
+
+    def write_facts(self, micro_batch):
+        """Write run.json; micro_batch is the one in use."""
+        if not self.silent:
+            settings = {**self.settings, "micro_batch": micro_batch}
+            facts = {"settings": settings, **self.facts}
+            write_text(self.folder / "run.json", json.dumps(facts, indent=2))
+
+    def say(self, line):
+        """Print a line above the bar."""
+        if not self.silent:
+            with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no run
+                tqdm.write(line)
+
+    def say_evaluation(self, losses, number):
+        """Print held-out losses, and a sentence with the words that the model fills in."""
+        state = self.run.state
+        self.say(
+            f"{self.run.clock.elapsed() / 60:7.1f} min  step {state.step:6,}  held-out loss "
+            f"{losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
+        )
+        if self.sentences:
+            self.guess(self.sentences[number % len(self.sentences)])
+
+    def add_row(self, losses):
+        """Append state.last and perhaps held-out losses to log.csv."""
+        state = self.run.state
+        tokens = state.row * self.run.rows.seq_len
+        row = {
+            "elapsed_s": self.run.clock.elapsed(),
+            "step": state.step,
+            "tokens": tokens,
+            "flops": float(tokens * self.run.flops_per_token),
+            **state.last,
+            "skipped": state.skipped,
+            **losses,
+        }
+        if state.loss_count:  # the mean loss of the steps since the last row
+            row["loss"] = state.loss_sum / state.loss_count
+        state.loss_sum, state.loss_count = 0.0, 0
+        state.logged = state.step
+        self.unwritten.append(row)
+        self.flush()
+        if self.wandb:
+            self.wandb.log(row, step=state.step)
+
+    def flush(self):
+        """Write the rows that log.csv lacks; if the disk is full, they wait for the next call."""
+        try:
+            append_text(self.folder / "log.csv", as_csv(self.unwritten))
+            self.unwritten = []
+        except OSError as e:
+            self.say(f"WARNING: cannot write to log.csv, its rows are kept: {e}")
+
+    def throughput(self):
+        """(tokens per second, MFU) of all ranks, while this process trained."""
+        tokens = (self.run.state.row - self.first_row) * self.run.rows.seq_len
+        speed = tokens / max(1e-9, self.train_seconds)
+        return speed, speed * self.run.flops_per_token / self.matmul_rate
+
+    def after_step(self, progress):
+        """Move the bar; after ten seconds of training, say once what the budget holds."""
+        state = self.run.state
+        self.train_seconds += state.step_seconds
+        if self.silent:
+            return
+        if self.bar is None:
+            form = "{percentage:3.0f}%|{bar}|{postfix}"
+            self.bar = tqdm(total=1.0, disable=None, bar_format=form)  # None: only in a terminal
+        speed, mfu = self.throughput()
+        trained = self.run.clock.elapsed() - state.setup_seconds
+        left = trained / max(progress, 1e-9) - trained
+        self.bar.n = progress
+        self.bar.set_postfix_str(
+            f"loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
+            f"{left / 60:.0f} min left"
+        )
+        if self.train_seconds > 10 and not self.has_forecast and not self.settings["max_steps"]:
+            self.has_forecast = True
+            tokens = state.row * self.run.rows.seq_len + speed * left
+            epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
+            self.say(
+                f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "
+                f"{epochs:.2f} epochs, {tokens / self.n_params:.1f} tokens a parameter"
+            )
+
+    def close(self):
+        if self.bar:
+            self.bar.close()
+
+    def guess(self, sentence):
+        """Print a sentence and the three likeliest words for its [MASK]."""
+        top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
+        self.say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
+
+    def report(self, losses):
+        """Say what the run was and what the model has learnt."""
+        state, clock = self.run.state, self.run.clock
+        speed, mfu = self.throughput()
+        self.say(
+            f"{state.step:,} steps, {state.skipped} of them skipped; "
+            f"{state.row * self.run.rows.seq_len:,} tokens, "
+            f"{state.row / len(self.run.rows):.2f} epochs; {speed:,.0f} tokens/s, MFU {mfu:.0%}; "
+            f"{clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
+        )
+        self.say(
+            f"held-out loss {losses['val_loss_15']:.4f} at 15 % masked, "
+            f"{losses['val_loss_25']:.4f} at 25 %; "
+            f"{losses['val_nats_per_char']:.4f} nats per character"
+        )
+        for sentence in self.sentences:
+            self.guess(sentence)
+        if self.sentences and self.run.tokenizer.mode == "ascii":
+            shares = pairs.score(self.run.model, self.run.tokenizer, self.run.device)
+            if shares:
+                mean = sum(shares.values()) / len(shares)
+                self.say(f"English grammar: {mean:.0%} of pairs right; guessing has 50 %")
+        self.say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
+
+
+def plot(folder):
+    """Draw loss.png from log.csv: losses above, learning rate and batch below, by the clock."""
+    rows = read_log(folder)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    if not rows:
+        return
+    unit, seconds = ("hours", 3600) if rows[-1]["elapsed_s"] > 7200 else ("minutes", 60)
+    figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    right = bottom.twinx()
+
+    def line(axes, column, **style):
+        there = [row for row in rows if column in row]
+        minutes_or_hours = [row["elapsed_s"] / seconds for row in there]
+        axes.plot(minutes_or_hours, [row[column] for row in there], **style)
+
+    line(top, "loss", color="0.75", lw=1, label="training, at the run's masking rate")
+    line(top, "val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")
+    line(top, "val_loss_15", color="tab:blue", marker="o", ms=3, label="held out, 15 % masked")
+    line(bottom, "lr", color="tab:green")
+    line(right, "batch_size", color="tab:purple")
+    top.set_ylabel("loss (nats per predicted token)")
+    top.legend(frameon=False)
+    top.grid(alpha=0.25)
+    bottom.set_xlabel(f"wall clock ({unit}); {rows[-1]['tokens'] / 1e6:,.1f}M tokens")
+    bottom.set_ylabel("learning rate", color="tab:green")
+    right.set_ylabel("rows per step", color="tab:purple")
+    bottom.set_ylim(bottom=0)
+    right.set_ylim(bottom=0)
+    write_beside(Path(folder) / "loss.png", lambda path: figure.savefig(path, format="png"))
+    gc.collect()  # a figure is one large cycle; those of a long run made a process 50 MB larger
+
+
+# A card that does not begin like this is somebody's own and stays.
+CARD_BEGIN = """---
+# written anew with every save: take this line out, and your edits stay
+"""
+CARD = """{begin}{front}
+license: other  # yours to choose
+# to share it: hf upload YOU/{name} FOLDER --exclude "ckpt*" --exclude "*/*"
+tags: [masked-lm, cramming]
+---
+
+# {name}
+
+A masked language model of {run[parameters]:,} parameters, trained from scratch by nanocram after
+[Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and the text of
+`{run[corpus][source]}`. After {hours:.2f} hours, {row[step]:,} steps and {row[tokens]:,} tokens its
+loss on held-out text was {row[val_loss_15]:.3f} nats per token with 15 % masked, and
+{row[val_loss_25]:.3f} with 25 %.
+
+{use}
+{glue}
+All settings are in `run.json`, every logged step is in `log.csv`.
+"""
+NATIVE = """```python
+from transformers import pipeline
+print(pipeline("fill-mask", model="{name}")("the capital of france is [MASK]."))
+```
+
+It needs transformers 4.48 or later. The pipeline's `targets` are entries of the vocabulary, where
+`Ġ` is the space before a word: `["Ġparis", "Ġrome"]`. The hidden states of `AutoModel` come before
+the final norm, whose weights are in `head.norm`."""
+OURS = """It is none of transformers' architectures: `model_folder.load("{name}")` reads it."""
+
+
+def write_card(folder, glue_table=()):
+    """Write README.md into a run's folder, unless it has one that is not ours.
+
+    glue_table: lines of markdown."""
+    folder = Path(folder)
+    path = folder / "README.md"
+    evaluations = [row for row in read_log(folder) if "val_loss_15" in row]
+    is_ours = not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN)
+    if not evaluations or not is_ours:
+        return
+    is_native = json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"
+    front = "library_name: transformers\npipeline_tag: fill-mask"
+    name = folder.resolve().name
+    text = CARD.format(
+        begin=CARD_BEGIN,
+        front=front if is_native else "library_name: nanocram",
+        name=name,
+        run=read_facts(folder),
+        row=evaluations[-1],
+        hours=evaluations[-1]["elapsed_s"] / 3600,
+        use=(NATIVE if is_native else OURS).format(name=name),
+        glue="\n".join(["", "## GLUE, dev sets", "", *glue_table, ""]) if glue_table else "",
+    )
+    write_text(path, text)

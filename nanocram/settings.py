@@ -1,0 +1,128 @@
+"""A script's lower-case globals are its settings. Recipes and flags change them, in order.
+
+    python train.py config/tiny.py --budget_hours=0.1 --seed=2
+    python train.py --help
+
+A recipe is a Python file that is run with the settings as its names, as in nanoGPT. One recipe
+serves all scripts: each takes the settings it has. A name with _ in front is the recipe's own.
+"""
+
+import ast
+import contextlib
+import difflib
+import os
+import sys
+from pathlib import Path
+
+
+def configure(namespace, argv=None, also=None):
+    """Set the settings in a script's globals(); return {name: default}.
+
+    An imported script keeps its defaults. also: another script, whose settings can be set too."""
+    if argv is None:
+        argv = sys.argv[1:] if namespace["__name__"] == "__main__" else []
+    script = Path(namespace["__file__"])
+    own = find_settings(namespace)
+    defaults = {**(also.SETTINGS if also else {}), **own}
+    if "--help" in argv or "-h" in argv:
+        print(namespace["__doc__"].strip())
+        for path in [script, also.__file__] if also else [script]:
+            print("\n" + config_block(path))
+        sys.exit()
+
+    values = dict(defaults)
+    for arg in argv:
+        if arg.startswith("-"):
+            name, equals, text = arg.lstrip("-").partition("=")
+            if not equals:
+                sys.exit(f"{arg}: write a setting as --name=value")
+            if name not in defaults:
+                refuse("command line", name, script, defaults)
+            values[name] = convert("command line", name, parse(text, defaults[name]), defaults)
+        else:
+            run_recipe(arg, values, defaults, script)
+
+    for name, value in values.items():
+        if value != defaults[name]:
+            print(f"{name} = {value!r}  (default {defaults[name]!r})")
+        (namespace if name in own else vars(also))[name] = value
+    return own
+
+
+def find_settings(namespace):
+    """{name: value} of the lower-case globals that are numbers, strings or True and False."""
+    return {
+        name: value
+        for name, value in namespace.items()
+        if name.islower() and name[0] != "_" and isinstance(value, int | float | str)
+    }
+
+
+def run_recipe(path, values, defaults, script):
+    """Run a recipe and take from it into values what this script has as a setting."""
+    if not Path(path).exists():
+        sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")
+    elsewhere = settings_of_all_scripts(script.parent)
+    names = {**elsewhere, **values}
+    try:
+        exec(compile(Path(path).read_text("utf-8"), path, "exec"), names)
+    except Exception as e:  # it is the user's Python: a typo, a missing name
+        sys.exit(f"{path}: {type(e).__name__}: {e}")
+    for name, value in find_settings(names).items():
+        if name in values:
+            values[name] = convert(path, name, value, defaults)
+        elif name not in elsewhere:
+            refuse(path, name, script, {**elsewhere, **defaults})
+
+
+def settings_of_all_scripts(folder):
+    """{name: value} of what the scripts in a folder assign; None where it is no plain value."""
+    found = {}
+    for path in Path(folder).glob("*.py"):
+        source = path.read_text("utf-8")
+        nodes = []
+        with contextlib.suppress(SyntaxError):  # somebody's unfinished file
+            nodes = ast.parse(source).body if "configure(" in source else []
+        for node in nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if name.islower():
+                    found[name] = None
+                    with contextlib.suppress(ValueError):
+                        found[name] = ast.literal_eval(node.value)
+    return found
+
+
+def parse(text, default):
+    """The value that was typed for a setting: strings as they are, the rest as in Python."""
+    if not isinstance(default, str):
+        with contextlib.suppress(
+            ValueError, SyntaxError
+        ):  # convert() names the type it should have
+            return ast.literal_eval(text)
+    return text
+
+
+def convert(where, name, value, defaults):
+    """The value as the type of its default; exits if it is of another one."""
+    wanted = type(defaults[name])
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if wanted is int and type(value) is float and value.is_integer():
+        value = int(value)  # batch_size = 0.5 * 4096
+    if type(value) is not wanted:
+        example = f"like {defaults[name]!r}"
+        sys.exit(f"{where}: {name}={value!r} should be of type {wanted.__name__}, {example}")
+    return os.path.expanduser(value) if wanted is str else value  # a shell leaves --model=~/x
+
+
+def refuse(where, name, script, known):
+    near = difflib.get_close_matches(name, known, 1)
+    guess = f"did you mean {near[0]}?" if near else f"python {script.name} --help lists them"
+    sys.exit(f"{where}: there is no setting {name}; {guess}")
+
+
+def config_block(path):
+    """The lines of a script's source that set its settings, with their comments."""
+    source = Path(path).read_text("utf-8")
+    return source.partition("# fmt: off\n")[2].partition("# fmt: on")[0].rstrip()

@@ -274,6 +274,15 @@ def build_optimizers(model, amp_dtype):
     return optimizers
 
 
+def model_config():
+    """The ModelConfig of the settings; exits if no such model can be built."""
+    names = [f.name for f in fields(ModelConfig) if f.name in globals()]
+    try:
+        return ModelConfig(**{name: globals()[name] for name in names})
+    except ValueError as e:
+        sys.exit(str(e))
+
+
 class Run:
     """A fresh model and all that trains it. main(), bench.py and the tests make one."""
 
@@ -288,8 +297,7 @@ class Run:
 
         # init the model, the same on every rank
         torch.manual_seed(seed)
-        names = [f.name for f in fields(ModelConfig) if f.name in globals()]
-        config = ModelConfig(**{name: globals()[name] for name in names})
+        config = model_config()
         if offload:
             sums_stay = plan_memory(config, dev, amp_dtype, micro_batch, seq_len, mask_counts()[0])
         self.model = MaskedLM(config)

@@ -95,12 +95,12 @@ def settings_of_all_scripts(folder):
 
 def parse(text, default):
     """The value that was typed for a setting: strings as they are, the rest as in Python."""
-    if not isinstance(default, str):
-        with contextlib.suppress(
-            ValueError, SyntaxError
-        ):  # convert() names the type it should have
-            return ast.literal_eval(text)
-    return text
+    if isinstance(default, str):
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text  # convert() says which type it should be
 
 
 def convert(where, name, value, defaults):

@@ -23,9 +23,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nanocram import machine, record
+from nanocram import machine, runlog
 
-PLOT = record.plot
+PLOT = runlog.plot
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
 SMALL_MODEL = {
     "vocab_size": 600,
@@ -99,7 +99,7 @@ def train(monkeypatch, data_dir, tmp_path):
     # Seconds of work, and many of them in bfloat16 where that is not native.
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)
     # Most of a small save: who looks at loss.png puts PLOT back.
-    monkeypatch.setattr(record, "plot", lambda folder: None)
+    monkeypatch.setattr(runlog, "plot", lambda folder: None)
     folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
     put(monkeypatch, train, **(SMALL_MODEL | folders))
     return train
@@ -123,22 +123,20 @@ def new_run(amp_dtype=torch.float32):
     """A Run of train.py as it is set, on the CPU."""
     import train
     from nanocram.data import Rows, load_meta
+    from nanocram.tokenizer import Tokenizer
 
-    meta = load_meta(train.data_dir)
-    path = Path(train.data_dir) / "train.bin"
-    rows = Rows(path, meta["counts"]["rows"], train.seq_len, train.vocab_size)
-    return train.build(train.model_config(), meta, rows, torch.device("cpu"), amp_dtype)
+    folder = Path(train.data_dir)
+    rows = Rows(folder / "train.bin", train.seq_len)
+    tokenizer = Tokenizer(folder / "tokenizer.json")
+    return train.Run(rows, load_meta(folder), tokenizer, torch.device("cpu"), amp_dtype)
 
 
 def new_log(run):
-    """The record.Log of a run, in out_dir, which exists then; its writer is rank 0."""
+    """The runlog.Log of a run, in out_dir."""
     import train
-    from nanocram import record
-    from nanocram.tokenizer import Tokenizer
 
-    Path(train.out_dir).mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(Path(train.data_dir) / "tokenizer.json")
-    return record.Log(run, train.out_dir, tokenizer, matmul_rate=1e12)
+    settings = {name: getattr(train, name) for name in train.SETTINGS}
+    return runlog.Log(run, train.out_dir, train.data_dir, settings)
 
 
 # The official GLUE files: columns, which of them are the texts and the label, and the labels.

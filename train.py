@@ -519,7 +519,8 @@ def save(run, log):
 
 
 def check_settings():
-    """Exit with one line if the settings cannot work. ModelConfig checks the model's."""
+    """Exit with one line if the settings cannot work."""
+    model_config()
     choices = {
         "init": ("scratch", "resume"),
         "optimizer": ("muon", "adamw", "adam"),

@@ -418,8 +418,9 @@ def make_loss(model, device, amp_dtype):
     def loss_fn(ids, positions, labels):
         with mixed_precision(device, amp_dtype):
             logits = model(ids, positions, residual_dtype=residual_dtype)
-        logits = logits.flatten(0, 1).float()  # (B · K, V): only the predicted positions have any
-        return F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        logits = logits.flatten(0, 1)  # (B · K, V): only the predicted positions have any
+        # no float32 copy of the logits: it takes 6 % of an eager CPU step at 1M parameters
+        return F.cross_entropy(logits, labels.flatten(), reduction="none").float().sum()
 
     return loss_fn
 

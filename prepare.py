@@ -147,14 +147,14 @@ def filter_threshold():
 
 
 def make_vocabulary(files, folder):
-    """Train it on the beginning of each source; exit where the settings do not suit the text."""
+    """Train it on the first part of each source; exit where the settings do not suit the text."""
     print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
     sample = []
     for name, found in files.items():
         left = vocab_sample_mb * 1e6 / len(files)
         n_before = len(sample)
         state = {"file": 0, "document": 0}
-        for text, _ in texts_from(found, state):
+        for text, _ in texts_from(make_parts({name: found})[0], state):
             sample.append(text)
             left -= len(text)
             if left <= 0:

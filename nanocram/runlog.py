@@ -239,7 +239,7 @@ class Log:
                 f"{epochs:.2f} epochs, {tokens / self.n_params:.1f} tokens a parameter"
             )
 
-    def close(self):
+    def close_bar(self):
         if self.bar:
             self.bar.close()
 

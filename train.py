@@ -103,7 +103,7 @@ from model import MaskedLM, ModelConfig, make_loss
 from nanocram import checkpoint, machine, model_folder, parallel, runlog, safety
 from nanocram.data import IGNORE, Rows, held_out, load_meta
 from nanocram.muon import Muon
-from nanocram.offload import Streamed, plan_memory
+from nanocram.offload import Streamed
 from nanocram.tokenizer import MASK, Tokenizer
 
 GO_ON = "--init=resume goes on from the last checkpoint, if there is one"
@@ -302,16 +302,15 @@ class Run:
         # init the model, the same on every rank
         torch.manual_seed(seed)
         config = model_config()
-        if offload:
-            sums_stay = plan_memory(config, dev, amp_dtype, micro_batch, seq_len, mask_counts()[0])
-        self.model = MaskedLM(config)
+        if offload:  # it stays in host memory, and its blocks stream through the device
+            batch_shape = micro_batch, seq_len, mask_counts()[0]
+            self.streamed = Streamed(config, dev, amp_dtype, batch_shape, compile)
+            self.model = self.streamed.model
+        else:
+            self.model = MaskedLM(config).to(dev)
         mean_masked = sum(mask_count(i / 1000) for i in range(1000)) / 1000
         self.flops_per_token = self.model.flops_per_token(seq_len, mean_masked)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)
-        if offload:
-            self.streamed = Streamed(self.model, dev, amp_dtype, sums_stay)
-        else:
-            self.model.to(dev)
         self.optimizers = build_optimizers(self.model, amp_dtype)
 
         # in float16 the loss is scaled, so that small gradients survive
@@ -320,10 +319,8 @@ class Run:
         # it makes its scale at the first call, and a rank may have no micro-batch at first
         self.scaler.scale(torch.zeros((), device=weights_device))
 
-        # compile the model: it happens at the first pass of each shape
-        if compile and offload:
-            self.loss_fn = self.streamed.compile(self.loss_fn)
-        elif compile:
+        # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
+        if compile and not offload:
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
 

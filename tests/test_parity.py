@@ -5,9 +5,8 @@ stand here once more, with the update written out in float64. What is not the pa
 docs/how_it_works.md.
 """
 
-import dataclasses
-import inspect
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ import torch
 from conftest import ROOT
 
 import train
-from model import Classifier, MaskedLM, ModelConfig
-from nanocram.configurator import configure
+from model import Classifier, MaskedLM
+from nanocram.settings import configure
 
 MOMENTS = (np.arange(2000) + 0.5) / 2000  # of a run, none where a ramp has its steps
 
@@ -88,24 +87,23 @@ RECIPES = {
 DECAY = 0.01  # of all five
 
 
+def set_to(recipe, monkeypatch, *flags):
+    """Set train.py to a recipe until the test is over."""
+    for name in train.SETTINGS:
+        monkeypatch.setattr(train, name, getattr(train, name))
+    configure(vars(train), [str(ROOT / f"config/{recipe}.py"), *flags])
+
+
 @pytest.fixture(params=RECIPES)
 def paper(request, monkeypatch):
     """The numbers of a recipe, which train.py is set to."""
-    for name in train.SETTINGS:  # put back after the test
-        monkeypatch.setattr(train, name, getattr(train, name))
-    configure(vars(train), [str(ROOT / "config" / f"{request.param}.py")])
+    set_to(request.param, monkeypatch)
     return RECIPES[request.param]
 
 
 def config_of(**sizes):
     """The ModelConfig of train.py's settings, but for the sizes."""
-    values = {field.name: getattr(train, field.name) for field in dataclasses.fields(ModelConfig)}
-    return ModelConfig(**(values | sizes))
-
-
-def rows_of_a_step(progress):
-    takes = len(inspect.signature(train.batch_rows).parameters)
-    return train.batch_rows(*(progress, train.micro_batch)[:takes])
+    return replace(train.model_config(), **sizes)
 
 
 def test_parameters(paper):
@@ -121,17 +119,13 @@ def test_the_learning_rate_over_a_run(paper):
 
 
 def test_the_rows_of_a_step_over_a_run(paper):
-    assert [rows_of_a_step(t) for t in MOMENTS] == [
-        paper["rows"](t, train.micro_batch) for t in MOMENTS
-    ]
+    wanted = [paper["rows"](t, train.micro_batch) for t in MOMENTS]
+    assert [train.batch_rows(t) for t in MOMENTS] == wanted
 
 
 def test_the_ramp_of_smaller_cards(monkeypatch):
-    for name in train.SETTINGS:
-        monkeypatch.setattr(train, name, getattr(train, name))
-    flags = ["--micro_batch=128", "--batch_start=128"]
-    configure(vars(train), [str(ROOT / "config" / "crammed.py"), *flags])
-    assert [rows_of_a_step(t) for t in MOMENTS] == [ramp(t, 128) for t in MOMENTS]
+    set_to("crammed", monkeypatch, "--micro_batch=128", "--batch_start=128")
+    assert [train.batch_rows(t) for t in MOMENTS] == [ramp(t, 128) for t in MOMENTS]
 
 
 def test_what_is_hidden_of_a_row(paper):
@@ -140,7 +134,7 @@ def test_what_is_hidden_of_a_row(paper):
     assert {train.mask_count(t) for t in MOMENTS} == {n}
     # Tokens from 10 on: a [MASK] is nothing else, and a random token hardly ever the one before.
     rows = torch.randint(10, train.vocab_size, (4000, 128))
-    ids, positions, labels = train.draw_masks(rows, n, n)
+    ids, positions, labels = train.draw_masks(rows, n)
     assert torch.equal(labels, rows.gather(1, positions))
     assert all(len(set(row)) == n for row in positions.tolist())
     seen = ids.gather(1, positions)
@@ -206,12 +200,13 @@ def test_a_dozen_updates(paper):
     torch.manual_seed(0)
     assert train.grad_clip == paper["clip"]
     config = config_of(vocab_size=90, n_layer=2, n_head=2, n_embd=16, n_inner=24, max_seq_len=128)
-    named = dict(MaskedLM(config).double().named_parameters())
+    model = MaskedLM(config).double()
+    named = dict(model.named_parameters())
     weights = {name: p.detach().numpy().copy() for name, p in named.items()}
     before = {name: w.copy() for name, w in weights.items()}
     # Theirs exempts what has "bias" or "norm" in its name: all vectors, but not the scale.
     decayed = {name for name, p in named.items() if p.ndim == 2 or p.numel() == 1}
-    optimizers = train.build_optimizers(named)
+    optimizers = train.build_optimizers(model, torch.float32)
     state = {}
     for step in range(1, 13):
         gradients = {}

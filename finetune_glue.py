@@ -270,13 +270,17 @@ def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, bar=None)
     for split, rows in data.items():
         outputs = predict(net, rows, amp_dtype)
         if not np.isfinite(outputs).all():
+            scores = {}
             break
         # MNLI has two dev sets: the scores of the second have names of their own
         end = "_mm" if split.endswith("mismatched") else ""
         found = glue.score(name, splits[split]["labels"], outputs)
         scores.update({metric + end: value for metric, value in found.items()})
-    seconds = round(time.perf_counter() - start, 1)
-    return {"train_loss": round(train_loss, 4), "scores": scores, "seconds": seconds}
+    return {
+        "train_loss": round(train_loss, 4) if scores else None,  # JSON has no NaN
+        "scores": scores,
+        "seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 def check_settings():
@@ -353,11 +357,10 @@ def main():
             bar.set_description(f"{name}, seed {seed}")
             run |= fine_tune_and_score(candidate, name, seed, data[name], dev, amp_dtype, bar)
             glue.add_run(folder, run)
-            scores = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
-            bar.write(
-                f"{name}, seed {seed}: {scores or 'diverged: lower the learning rate'}  (training "
-                f"loss {run['train_loss']:.2f} in the last epoch; {run['seconds']:.0f} s)"
-            )
+            said = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
+            if said:
+                said += f"  (training loss {run['train_loss']:.2f} in the last epoch)"
+            bar.write(f"{name}, seed {seed}: {said or 'diverged'}; {run['seconds']:.0f} s")
 
     # the table; processes that end together each write it with all runs so far
     table = glue.table(glue.read_runs(folder).values())

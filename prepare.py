@@ -9,6 +9,7 @@ DATA_DIR.partial; at the end these are merged. After a kill the same command goe
 bytes.
 """
 
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -65,7 +66,10 @@ LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.
 CHUNK = 1 << 18  # rows that are shuffled in memory and written together
 SMALL = 64 << 20  # bytes of local files that make a part, where they are smaller
 MERGED = 1 << 18  # rows of train.bin that are put together at a time
+COUNTS = ["read", "kept", "filtered", "held_out", "empty", "not_utf8"]
+COUNTS += ["tokens", "characters", "val_tokens", "val_characters"]
 OTHER = ("data_dir", "processes")  # settings that change no row
+progress = []  # bytes read of each part, shared by all processes
 
 
 # What to read
@@ -134,9 +138,6 @@ def is_held_out(text):
     return int.from_bytes(digest, "little") < val_share * 2**64
 
 
-# The vocabulary
-
-
 def filter_threshold():
     """Tokens for each character from which on a document is dropped; 0 where none is."""
     if filter_ratio >= 0:
@@ -146,23 +147,22 @@ def filter_threshold():
     return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
 
-def make_vocabulary(files, folder):
-    """Train it on the first part of each source; exit where the settings do not suit the text."""
+def make_vocabulary(parts, folder):
+    """Train it on parts, one of each source; exit where the settings do not suit the text."""
     print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
     sample = []
-    for name, found in files.items():
-        left = vocab_sample_mb * 1e6 / len(files)
-        n_before = len(sample)
+    for files in parts:
+        left = vocab_sample_mb * 1e6 / len(parts)
         state = {"file": 0, "document": 0}
-        for text, _ in texts_from(make_parts({name: found})[0], state):
+        for text, _ in texts_from(files, state):
             sample.append(text)
             left -= len(text)
             if left <= 0:
                 break
         if "error" in state:
-            sys.exit(f"{state['error']}: mend or replace it, then rerun the command")
-        if len(sample) == n_before:
-            sys.exit(f"no text in {name}: give other text")
+            sys.exit(f"{state['error']}: rerun the command once it can be read")
+    if not sample:
+        sys.exit(f"no text in {source}: give other text")
 
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
     if normalisation == "ascii":
@@ -191,18 +191,13 @@ def check_filter(texts, path):
     normal = [normalise(text, tokenizer.mode) for text in texts]
     ratios = [len(tokenizer.encode_normal(text)) / max(1, len(text)) for text in normal]
     dropped = np.mean(np.array(ratios) >= filter_threshold())
-    said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
     if dropped > 0.5:
         path.unlink()
+        said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
         sys.exit(f"{said}: type --filter_ratio=0")
-    if dropped > 0.2:
-        print(f"WARNING: {said}: --filter_ratio=0 turns it off")
 
 
-# One part, in a process of its own
-
-
-progress = None  # bytes read by all processes
+# One part, in another process
 
 
 def begin_process(settings, shared, told):
@@ -210,12 +205,34 @@ def begin_process(settings, shared, told):
     globals().update(settings, progress=shared)
     sources.told = told
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # it may be killed
 
     def end_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+@contextlib.contextmanager
+def new_processes(n, n_parts=0):
+    """(pool of n processes, which end with the block; the bytes that they read of each part)."""
+    spawn = multiprocessing.get_context("spawn")  # the same on every system
+    shared = spawn.Array("d", n_parts, lock=False)
+    settings = {name: globals()[name] for name in SETTINGS}
+    pool = ProcessPoolExecutor(n, spawn, begin_process, (settings, shared, spawn.Value("d")))
+    try:
+        # Ctrl-C is for this process: the others are started ignoring it.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for _ in range(n):
+            pool.submit(os.getpid)
+        signal.signal(signal.SIGINT, handler)
+        yield pool, shared
+    except BrokenProcessPool:
+        sys.exit("a process was ended, perhaps for want of memory: rerun with --processes=1")
+    finally:
+        for child in multiprocessing.active_children():
+            child.kill()
 
 
 def read_state(folder, number, files):
@@ -240,7 +257,6 @@ def process_part(number, files, folder):
     threshold = filter_threshold()
     limit = max_tokens if files[0][0].startswith(HUB) else 0
     kept, held_out, n_kept = [], [], 0
-    told = 0
 
     for text, position in texts_from(files, state):
         normal = normalise(text, tokenizer.mode)
@@ -266,19 +282,14 @@ def process_part(number, files, folder):
         if n_kept >= CHUNK * (seq_len - 1):
             write_chunk(stem, number, tokenizer, kept, held_out, state, count)
             kept, held_out, n_kept = [], [], 0
-        if count["read"] % 64 == 0:
-            position = 4 * count["tokens"] if limit else position  # see size_of()
-            with progress.get_lock():
-                progress.value += position - told
-            told = position
+        progress[number] = 4 * count["tokens"] if limit else position  # see size_of()
         if limit and count["tokens"] >= limit:
             break
 
     if "error" not in state:
         state["done"] = True
         write_chunk(stem, number, tokenizer, kept, held_out, state, count)
-    with progress.get_lock():
-        progress.value += size_of(files) - told
+    progress[number] = size_of(files)
     return state
 
 
@@ -328,43 +339,28 @@ def process_parts(parts, folder):
 
     states = [read_state(folder, i, files) for i, files in enumerate(parts)]
     to_do = [i for i, state in enumerate(states) if not state["done"]]
-    if not to_do:
-        return states
-    has_affinity = hasattr(os, "sched_getaffinity")  # a batch job may not use all cores
-    n = processes or (len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count())
-    spawn = multiprocessing.get_context("spawn")  # the same on every system
-    shared, told = spawn.Value("d"), spawn.Value("d")
-    settings = {name: globals()[name] for name in SETTINGS}
-    pool = ProcessPoolExecutor(n, spawn, begin_process, (settings, shared, told))
-    n_done = len(parts) - len(to_do)
-    if n_done:
-        print(f"going on: {n_done} of {len(parts)} parts are done")
-    total = sum(map(size_of, parts))
-    before = total - sum(size_of(parts[i]) for i in to_do)
-    try:
-        # New processes inherit that Ctrl-C is ignored: it is for this one.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if len(to_do) < len(parts):
+        print(f"going on: {len(parts) - len(to_do)} of {len(parts)} parts are done")
+    n_cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # a batch job may not use all
+        n_cores = len(os.sched_getaffinity(0))
+    n = max(1, min(processes or n_cores, len(to_do)))
+    bar = tqdm(total=sum(size_of(parts[i]) for i in to_do), unit="B", unit_scale=True, disable=None)
+    with new_processes(n, len(parts)) as (pool, n_read), bar:
         futures = {pool.submit(process_part, i, parts[i], folder): i for i in to_do}
-        signal.signal(signal.SIGINT, handler)
         running = set(futures)
-        with tqdm(total=total, initial=before, unit="B", unit_scale=True, disable=None) as bar:
-            while running:
-                done, running = wait(running, 0.5, FIRST_COMPLETED)
-                bar.update(before + shared.value - bar.n)
-                for future in done:
-                    state = states[futures[future]] = future.result()
-                    if state.get("is_lost"):  # nor would the Hub answer for the others
-                        running = {other for other in running if not other.cancel()}
-    except BrokenProcessPool:
-        sys.exit("a process was ended, perhaps for want of memory: rerun with --processes=1")
-    finally:
-        for child in multiprocessing.active_children():
-            child.kill()
+        while running:
+            done, running = wait(running, 0.5, FIRST_COMPLETED)
+            bar.update(sum(n_read) - bar.n)
+            for future in done:
+                state = states[futures[future]] = future.result()
+                if state.get("is_lost"):  # nor would the Hub answer for the others
+                    running = {other for other in running if not other.cancel()}
     errors = [state["error"] for state in states if "error" in state]
     for error in errors[:-1]:
         print(error)
     if errors:
-        sys.exit(f"{errors[-1]}: mend or replace it, then rerun the command; the rest is done")
+        sys.exit(f"{errors[-1]}: rerun the command once it can be read; the other parts are done")
     return states
 
 
@@ -406,9 +402,9 @@ def finish(states, folder, goal, settings):
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    names = ("read", "kept", "filtered", "held_out", "empty", "not_utf8")
-    names += ("tokens", "characters", "val_tokens", "val_characters")
-    count = {name: sum(state["counts"].get(name, 0) for state in states) for name in names}
+    count = {}
+    for name in COUNTS:
+        count[name] = sum(state["counts"].get(name, 0) for state in states)
     count["rows"] = merge(states, folder, out / "train.bin")
     parts = [folder / f"part-{number:05}.val" for number in range(len(states))]
     rows = in_rows([np.frombuffer(path.read_bytes(), np.uint16) for path in parts])
@@ -422,8 +418,7 @@ def finish(states, folder, goal, settings):
         few = f"{count['tokens']} tokens are less than one row of {seq_len}"
         sys.exit(f"{few}: delete {folder}, then give more text, or --filter_ratio=0")
     if not count["val_rows"]:
-        ends = "blank lines end them" if documents == "paragraphs" else "each line is one"
-        few = f"less than one row was held out of {count['read']} documents ({ends})"
+        few = f"less than one row was held out of {count['read']} documents ({documents})"
         larger = min(0.5, max(0.01, 10 * val_share))
         sys.exit(f"{few}: delete {folder}, then type --val_share={larger:g}, or give more text")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -479,11 +474,8 @@ def check_settings():
         "documents": ("paragraphs", "lines"),
         "order": ("shuffle", "curriculum"),
         "vocab_size": range(260, 65537),
-        "vocab_sample_mb": range(1, 4001),
         "seq_len": range(8, 65537),
-        "val_tokens": range(seq_len, 10**9),
         "max_tokens": range(10**15),
-        "processes": range(4097),
     }
     for name, values in allowed.items():
         if globals()[name] not in values:
@@ -514,8 +506,6 @@ def main():
     files = find_files()
     if max_tokens and all(files.values()):
         print("note: max_tokens is for the Hub's text: files of your own are read whole")
-    if filter_ratio < 0 and not filter_threshold():
-        print("note: the paper's filter has no threshold for this vocabulary: all is kept")
     settings = {name: globals()[name] for name in SETTINGS if name not in OTHER}
     goal = Path(data_dir).resolve()  # what a link names
     folder = goal.with_name(f"{goal.name}.partial")
@@ -525,14 +515,17 @@ def main():
         other = differences(json.loads((goal / "meta.json").read_text("utf-8"))["settings"], wanted)
         if other:
             sys.exit(f"{data_dir} was made with {other}: delete it or choose another --data_dir")
-        shutil.rmtree(folder, ignore_errors=True)  # a kill may have left it
+        if (folder / "plan.json").exists():
+            shutil.rmtree(folder)  # a kill left it
         print(f"{data_dir} is finished, with these settings: nothing to do")
         return
     if goal.exists() and (not goal.is_dir() or goal.is_mount() or any(goal.iterdir())):
         sys.exit(f"{data_dir} is not a new or an empty folder: choose another --data_dir")
     begin_folder(folder, settings, files)
     if not (folder / "tokenizer.json").exists():
-        make_vocabulary(files, folder)
+        firsts = [make_parts({name: found})[0] for name, found in files.items()]
+        with new_processes(1) as (pool, _):  # its memory ends with it, and its readers
+            pool.submit(make_vocabulary, firsts, folder).result()
     states = process_parts(make_parts(files), folder)
     print("merging")
     count = finish(states, folder, goal, wanted)

@@ -26,21 +26,21 @@ data_dir = "data/fineweb"       # what prepare.py wrote
 out_dir = "out/fineweb"         # where everything goes; an earlier run in it is moved aside
 init = "scratch"                # scratch | resume: go on from out_dir/ckpt.pt
 seed = 0                        # of the weights, the masks and the dropout
-budget_hours = 24.0             # wall-clock hours for the whole run
+budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
 micro_batch = 256               # rows per forward pass; halved at the start if memory runs out
-batch_size = 4096               # rows per optimiser step after the ramp: 0.5M tokens
-batch_start = 1024              # rows per optimiser step at the start
-batch_ramp = 0.6                # share of the run over which they grow (paper 4.3); 0 = no ramp
+batch_size = 4096               # rows per optimiser step after the ramp (0.5M tokens) ...
+batch_start = 1024              # ... and at the start
+batch_ramp = 0.6                # share of the run after which it is batch_size (paper 4.3)
 # the objective
 mask_rate = 0.30                # share of a row's tokens to predict, at the start ...
 mask_rate_end = 0.15            # ... and at the end (arXiv 2305.15096: +0.5 of GLUE)
-mask_token_share = 1.0          # share of those that become [MASK]; BERT's recipe has 0.8 ...
-random_token_share = 0.0        # ... and 0.1 that become a random token; the rest stays
+mask_token_share = 1.0          # share of those that become [MASK] (BERT: 0.8)
+random_token_share = 0.0        # share that become a random token (BERT: 0.1); the rest stays
 # the optimiser: results/README.md tells why these values, and what lost
 optimizer = "muon"              # muon (on the blocks' matrices, AdamW on the rest) | adamw | adam
-muon_lr = 0.01                  # peak learning rate of Muon; 0.02 lost more the wider the model
+muon_lr = 0.01                  # peak learning rate of Muon; wide models lose with 0.02
 muon_weight_decay = 0.05        # decoupled, of Muon's matrices
 lr = 0.004                      # peak learning rate of AdamW, Adam; without Muon take 0.001
 weight_decay = 0.0              # of AdamW (decoupled) and Adam (coupled); the paper has 0.01
@@ -56,19 +56,19 @@ vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes in fine-tuning and use
 n_layer = 16
-n_narrow = 0                    # so many last layers compute predicted tokens only (NarrowBERT)
+n_narrow = 0                    # last layers that compute only predicted tokens (NarrowBERT)
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, after the gate
 activation = "geglu"            # geglu | relu2 | gelu: ACTIVATIONS in model.py
-position_embedding = "rope"     # rope | sinusoidal (paper) | sinusoidal_fixed (its scale) | learned
+position_embedding = "rope"     # rope | sinusoidal (paper) | sinusoidal_fixed | learned
 post_norm = False               # norms after the residual sums, as in the original BERT
 embedding_norm = True           # a norm right after the embeddings
 first_attn_norm = False         # a norm before the first attention too
 final_norm = True               # a norm after the last block
 head_transform = False          # dense-GELU-norm before the decoder, as BERT and ModernBERT
 linear_bias = False             # biases in attention, MLP and the head's dense layer
-norm_bias = False               # biases in the norms; the head's dense layer has one then, too
+norm_bias = False               # biases in the norms and in the head's dense layer
 decoder_bias = True             # a bias for each entry of the vocabulary
 token_types = 0                 # entries of a token-type table; BERT has 2
 norm_eps = 1e-5
@@ -106,6 +106,7 @@ from nanocram.muon import Muon
 from nanocram.offload import Streamed
 from nanocram.tokenizer import MASK, Tokenizer
 
+GO_ON = "--init=resume goes on from the last checkpoint, if there is one"
 MAX_SKIPPED = 50  # skipped steps in a row that end a run; float16 needs some to find its loss scale
 
 # -----------------------------------------------------------------------------
@@ -130,7 +131,8 @@ def lr_scale(progress):
 
 
 def batch_rows(progress):
-    """Rows per optimiser step, a multiple of micro_batch: the paper's ramp, from batch_start on."""
+    """Rows per optimiser step, a multiple of micro_batch: a line from 0 to batch_size, but never
+    below batch_start (paper 4.3)."""
     if progress >= batch_ramp:
         return batch_size
     micro_batches = int(batch_size * progress / (batch_ramp * micro_batch)) + 1
@@ -171,15 +173,15 @@ class State:
     save_seconds: float = 0.0  # what the last save took
     setup_seconds: float = 0.0  # what compiling took, over all resumes
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
-    last: dict = field(default_factory=dict)  # columns of log.csv, of the last step
+    last: dict = field(default_factory=dict)  # what the last step has for log.csv
 
 
 class Clock:
-    """The budget: how much is used up, and how far the run is.
+    """The budget: how much of it is used up, and how far the run is.
 
-    It starts before compiling; compiling, training, evaluating and saving count. A resumed run goes
-    on from the seconds in its checkpoint: neither the time between the runs counts, nor what a
-    crash has lost."""
+    Compiling, training, evaluating and saving count; reading the data and building the model do
+    not. A resumed run goes on from the seconds in its checkpoint: the time between the two runs
+    does not count, nor does what a crash has lost."""
 
     def __init__(self, state):
         self.state = state
@@ -199,9 +201,11 @@ class Clock:
         return bool(max_steps) or self.elapsed() + seconds + self.reserve() < budget_hours * 3600
 
     def progress(self):
-        """Share of the run that is over: of max_steps, or of the time that compiling has left.
+        """Share of the run that is over, in [0, 1]: steps / max_steps, or seconds of training /
+        (budget - compiling - reserve).
 
-        It falls a little when the reserve shrinks, and on a resume with a larger budget."""
+        It moves a little, up or down, when the reserve changes. A resume with a larger budget takes
+        it back."""
         if max_steps:
             return min(1.0, self.state.step / max_steps)
         setup = self.state.setup_seconds
@@ -237,8 +241,8 @@ def draw_masks(rows, n_predict):
 def masked_batch(run, first_row, n_predict):
     """The micro-batch from first_row on, masked.
 
-    Masks and dropout are drawn from (seed, first_row). So a micro-batch of the same size is masked
-    alike on any rank and after any resume, and a checkpoint needs no random state."""
+    Masks and dropout are drawn from (seed, first_row), so a checkpoint needs no random state. The
+    same rows, micro_batch and n_predict get the same masks on any rank and after any resume."""
     batch_seed = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
     torch.manual_seed(int(batch_seed))
     return draw_masks(run.rows.fetch(first_row, run.micro_batch), n_predict)
@@ -312,7 +316,8 @@ class Run:
         # in float16 the loss is scaled, so that small gradients survive
         weights_device = self.model.decoder.weight.device
         self.scaler = torch.amp.GradScaler(weights_device.type, enabled=amp_dtype == torch.float16)
-        self.scaler.scale(torch.zeros((), device=weights_device))  # makes its scale, on every rank
+        # it makes its scale at the first call, and a rank may have no micro-batch at first
+        self.scaler.scale(torch.zeros((), device=weights_device))
 
         # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
         if compile and not offload:
@@ -331,7 +336,7 @@ def train_step(run, progress):
     first_rows = range(state.row, state.row + n_rows, run.micro_batch)
     for first_row in first_rows[parallel.RANK :: parallel.WORLD_SIZE]:
         batch = masked_batch(run, first_row, n_predict)
-        # the mean over the whole step: change it too if you change how many tokens are masked
+        # the mean over the step: change the divisor if a row may have other than n_predict labels
         loss = run.loss_fn(*batch) / (n_rows * n_predict)
         run.scaler.scale(loss).backward()
         total_loss += loss.detach()
@@ -347,7 +352,8 @@ def train_step(run, progress):
             weight.grad = torch.zeros_like(weight)
     parallel.all_reduce([total_loss, *(weight.grad for weight in weights)])
 
-    # clip the gradient by its norm; the norms of rows are faster on a CPU, and more exact
+    # clip the gradient by its norm. On a CPU the norm of the rows' norms is faster to compute than
+    # that of whole tensors, and more exact.
     for o in run.optimizers:
         run.scaler.unscale_(o)
     row_norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
@@ -360,14 +366,14 @@ def train_step(run, progress):
         for o in run.optimizers:
             for group in o.param_groups:
                 group["lr"] = group["peak_lr"] * lr_share
-            o.step()  # not scaler.step(): it waits for the device to learn what is known here
+            o.step()  # not scaler.step(), which would wait for the device once more
         state.loss_sum += loss
         state.loss_count += 1
         state.consecutive_skips = 0
     else:
         state.skipped += 1
         state.consecutive_skips += 1
-    run.scaler.update()  # halves the loss scale after an overflow
+    run.scaler.update()  # float16: halves the loss scale after an overflow, raises it in time
     run.model.zero_grad()
 
     # what log.csv will say; a new column needs its name in runlog.COLUMNS too
@@ -385,14 +391,14 @@ def train_step(run, progress):
 
 
 # -----------------------------------------------------------------------------
-# What main() calls beside the step: skip it at a first reading.
+# Compiling, evaluating, saving: skip these at a first reading.
 
 
 def take_all_passes(run, held_out_sets):
     """A pass of each shape that the run will have, which compiles it. No weight changes.
 
     Returns the seconds that a step will take."""
-    # leave room for the optimisers' states, the flat sum of the ranks, and 5 % of a GPU
+    # leave room for the optimisers' states, the ranks' all_reduce, and 5 % of a GPU
     copies = (0 if run.state.step else 2) + (parallel.WORLD_SIZE > 1)
     reserved = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
     if run.device.type == "cuda":
@@ -404,7 +410,7 @@ def take_all_passes(run, held_out_sets):
 
     for n_predict in mask_counts():
         forward_backward(n_predict)
-    # once more, beside the gradients
+    # again, timed, now that the gradients are in memory
     dt, _ = machine.timed(run.device, forward_backward, mask_counts()[0])
     estimate_loss(run, held_out_sets[15][:1])
     micro_batches = batch_rows(run.clock.progress()) / run.micro_batch
@@ -412,11 +418,12 @@ def take_all_passes(run, held_out_sets):
 
 
 def find_micro_batch(run, held_out_rows):
-    """Compile, and halve run.micro_batch until every pass fits in memory.
+    """Compile, and make run.micro_batch smaller until every pass fits in memory.
 
     Returns the batches for evaluations, {15: [...], 25: [...]}."""
     state = run.state
     while True:
+        # a resume remembers which size was too large
         while 0 < state.oom_micro_batch <= run.micro_batch:
             if run.micro_batch == 1:
                 sys.exit(
@@ -429,26 +436,25 @@ def find_micro_batch(run, held_out_rows):
         oom = False
         try:
             state.step_seconds = take_all_passes(run, held_out_sets)
-        except ShortenTraceback as e:  # torch's name for a compiler that fails
-            sys.exit(
-                f"torch.compile fails here ({safety.first_line(e)}): mend that, or type "
-                "--compile=False, which is some third slower"
-            )
         except Exception as e:
-            if not safety.is_oom(e):
+            oom = safety.is_oom(e)
+            if not oom and isinstance(e, ShortenTraceback):  # what a failed compile raises
+                sys.exit(
+                    f"torch.compile fails here ({safety.first_line(e)}): mend that, or type "
+                    "--compile=False, which is some third slower"
+                )
+            if not oom:
                 raise
-            oom = True
-        # not in the handler: an exception keeps alive what its frames hold
+        # free the memory; inside of `except` the traceback would keep it
         run.model.zero_grad()
         run.rows.fetched.clear()
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
-        _, oom = parallel.agree(0.0, oom)
-        _, stop = parallel.agree(0.0, signals.stop)
+        _, oom, stop = parallel.agree(0.0, oom, signals.stop)
         if stop or not oom:
             return held_out_sets
-        print(f"out of memory with micro_batch={run.micro_batch}: trying a smaller one")
+        print(f"out of memory with micro_batch={run.micro_batch}: trying a smaller one", flush=True)
         state.oom_micro_batch = run.micro_batch
         torch.compiler.reset()  # drop the graphs of the larger size
 
@@ -467,40 +473,33 @@ def evaluate(run, held_out_sets):
     """{column of log.csv: held-out loss}."""
     t0 = time.monotonic()
     loss_15, loss_25 = (estimate_loss(run, held_out_sets[rate]) for rate in (15, 25))
-    # nats per character: by these, losses of different vocabularies compare
+    # nats per character can be compared between vocabularies
     counts = run.meta["counts"]
     per_char = loss_15 * counts["val_tokens"] / counts["val_characters"]
     run.state.eval_seconds = time.monotonic() - t0
     return {"val_loss_15": loss_15, "val_loss_25": loss_25, "val_nats_per_char": per_char}
 
 
-def last_step_was_sound(run):
-    """A skipped step may come from bad weights, so nothing is saved then.
-
-    In float16 up to three skips are routine: the loss scale grows until a step overflows."""
-    return run.state.consecutive_skips <= (3 if run.scaler.is_enabled() else 0)
-
-
 def should_save(run):
-    """At the start, so that a folder that cannot be written shows; after the first step, so that
-    the time of a save is known; then every checkpoint_minutes."""
-    early = run.state.step - run.state.skipped <= 1
+    """Whether to save now: at the start, which shows a folder that cannot be written; after the
+    first step, when the optimisers have their states; then every checkpoint_minutes.
+
+    Not after a skipped step: an earlier one may have ruined the weights."""
+    state = run.state
+    early = state.step - state.skipped <= 1
     minutes = (time.monotonic() - run.saved_at) / 60
     due = early or 0 < checkpoint_minutes <= minutes
-    is_new = run.state.step > run.saved_step
-    has_room = run.clock.has_room_for(run.state.save_seconds)
-    return due and is_new and has_room and last_step_was_sound(run)
+    is_new = state.step > run.saved_step
+    was_skipped = state.consecutive_skips > 0
+    return due and is_new and not was_skipped and run.clock.has_room_for(state.save_seconds)
 
 
 def save(run, log):
     """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written.
 
-    A failure is reported, and the files before stand."""
+    If something fails, a warning says so, and the older files stay as they are."""
     t0 = run.saved_at = time.monotonic()
     log.flush()
-    if not last_step_was_sound(run):
-        log.say("WARNING: the last steps had no finite gradient, so nothing is saved")
-        return False
     try:
         run.state.elapsed = run.clock.elapsed()
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
@@ -515,25 +514,28 @@ def save(run, log):
     return True
 
 
-def check_settings():
+def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     model_config()
-    choices = {
-        "init": ("scratch", "resume"),
-        "optimizer": ("muon", "adamw", "adam"),
-        "device": ("auto", "cuda", "mps", "cpu"),
-        "dtype": ("auto", "bfloat16", "float16", "float32"),
-    }
+    choices = {"init": ("scratch", "resume"), "optimizer": ("muon", "adamw", "adam")}
     for name, allowed in choices.items():
         if globals()[name] not in allowed:
             sys.exit(f"{name}={globals()[name]} is unknown: choose one of {', '.join(allowed)}")
-    lr_scale(0.0)  # which knows the schedules
+    for name in ("micro_batch", "eval_rows", "log_every"):
+        if globals()[name] < 1:
+            sys.exit(f"{name}={globals()[name]} must be at least 1")
+    for name in ("seed", "budget_hours", "max_steps", "evals", "checkpoint_minutes"):
+        if globals()[name] < 0:
+            sys.exit(f"{name}={globals()[name]} must not be negative")
+    if not 0 <= warmup < 1:
+        sys.exit(f"warmup={warmup} must be a share of the run, such as 0.01")
+    lr_scale(0.0)  # exits if the schedule is unknown
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
     if not 8 <= seq_len <= max_seq_len:
         sys.exit(f"seq_len={seq_len} must be between 8 and max_seq_len={max_seq_len}")
-    if not (0 < mask_rate < 1 and 0 < mask_rate_end < 1):
-        sys.exit("mask_rate and mask_rate_end must be between 0 and 1, such as 0.15")
+    if not (0 < mask_rate <= 0.9 and 0 < mask_rate_end <= 0.9):
+        sys.exit("mask_rate and mask_rate_end must be above 0 and at most 0.9, such as 0.15")
     for n_rows in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
         if n_rows < micro_batch or n_rows % micro_batch:
             sys.exit(
@@ -542,22 +544,24 @@ def check_settings():
             )
     if any(sentence.count("[MASK]") != 1 for sentence in runlog.sentences(samples)):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
-    if offload and (parallel.WORLD_SIZE > 1 or optimizer == "muon" or device == "mps"):
-        sys.exit("offload is for one process without Muon: type --optimizer=adamw --lr=0.001")
+    if offload and (parallel.WORLD_SIZE > 1 or optimizer == "muon" or dev.type == "mps"):
+        sys.exit(
+            "offload needs one process, cuda or cpu, and AdamW: type --optimizer=adamw --lr=0.001"
+        )
 
 
 # -----------------------------------------------------------------------------
 
-signals = safety.Signals()  # the first Ctrl-C ends the loop and saves, a second one the process
+signals = safety.Signals()
 
 
-@signals
+@signals  # the first Ctrl-C sets signals.stop, a second one ends the process
 def main():
     # settings, machine and data, before anything is written
-    check_settings()
     parallel.join(device)
     master_process = parallel.RANK == 0
     dev, amp_dtype = machine.pick(device, dtype)
+    check_settings(dev)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     train_rows = Rows(Path(data_dir) / "train.bin", seq_len, dev)
     val_rows = Rows(Path(data_dir) / "val.bin", seq_len)
@@ -567,21 +571,20 @@ def main():
     # the run: from scratch, or from its checkpoint
     lock = safety.lock(out_dir) if master_process else None  # one writer a folder
     run = Run(train_rows, meta, tokenizer, dev, amp_dtype)
-    state = run.state
     if init == "resume":
         checkpoint.load(run, Path(out_dir) / "ckpt.pt", optimizer)
-        run.saved_step = state.step
-        state.consecutive_skips = 0
+        run.saved_step = run.state.step
+    state = run.state
     settings = {name: globals()[name] for name in SETTINGS}
     log = runlog.Log(run, out_dir, data_dir, settings)
 
-    # the budget begins; compiling uses it up, but the schedules begin after it
+    # the budget begins now, the schedules begin after compiling
     run.clock = clock = Clock(state)
     t0 = time.monotonic()
     held_out_sets = find_micro_batch(run, held_out_rows)
     state.setup_seconds += time.monotonic() - t0
     log.write_facts(micro_batch=run.micro_batch)
-    # with a larger budget than before the resume, evaluations become due again
+    # a resume with a larger budget has taken progress back: evaluate there again
     state.evals_done = min(state.evals_done, int(clock.progress() * evals))
 
     while True:
@@ -589,7 +592,7 @@ def main():
         progress, stop = parallel.agree(clock.progress(), signals.stop)
         done = stop or progress >= 1
 
-        # evaluate, log and save; the other ranks wait in their next step's sum
+        # evaluate, log and save; the other ranks wait in the next step's all_reduce
         if master_process and not done:
             losses = {}
             number = int(progress * evals)
@@ -616,22 +619,26 @@ def main():
             )
 
     # the end: evaluate, save, report; if a signal stopped the run, only save
-    log.close()
+    log.close_bar()
     if master_process:
         losses = {} if stop else evaluate(run, held_out_sets)
         if losses:
             log.add_row(losses)
+        if state.consecutive_skips > 3:  # in float16 up to three are routine
+            sys.exit(
+                f"the last {state.consecutive_skips} steps were skipped, nothing is saved: {GO_ON}"
+            )
         is_saved = save(run, log)
         if losses:
             log.report(losses)
-        else:
-            log.say(f"stopped at step {state.step:,}: --init=resume goes on")
         if not is_saved or log.unwritten:
             sys.exit(1)
+        if stop:
+            log.say(f"stopped at step {state.step:,}: --init=resume goes on")
     parallel.leave()
     del lock
 
 
 if __name__ == "__main__":
-    then = "--init=resume goes on from the last checkpoint, if there is one"
-    safety.run(main, out_dir, then, "type --init=resume and half the micro_batch of run.json")
+    smaller = "type --init=resume and half the micro_batch of run.json"
+    safety.run(main, out_dir, then=GO_ON, if_oom=smaller)

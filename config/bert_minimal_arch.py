@@ -8,7 +8,7 @@ arch=crammed-bert-simple).
 data_dir = "data/crammed"
 out_dir = "out/bert_minimal_arch"
 source = "monology/pile-uncopyrighted"
-max_rows = 43166767
+max_tokens = 5_530_000_000
 order = "curriculum"
 # architecture
 n_layer = 12

@@ -9,7 +9,7 @@ that configuration's own size: --batch_size=1536 --batch_start=1536.
 data_dir = "data/crammed"
 out_dir = "out/bert_minimal_train"
 source = "monology/pile-uncopyrighted"
-max_rows = 43166767
+max_tokens = 5_530_000_000
 order = "curriculum"
 position_embedding = "sinusoidal"
 max_seq_len = 128

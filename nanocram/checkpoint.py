@@ -1,6 +1,8 @@
-"""ckpt.pt: everything that a run needs to go on. A new one replaces the old one only when whole.
+"""ckpt.pt: everything that a run needs to go on, in one dict that torch.load() reads.
 
-python -c "import torch; print(torch.load('out/tiny/ckpt.pt', weights_only=True)['state'])"
+    python -c "import torch; print(torch.load('out/tiny/ckpt.pt', weights_only=True)['state'])"
+
+A new checkpoint replaces the old one only when it is whole.
 """
 
 import sys

@@ -41,7 +41,7 @@ def join(device):
 def leave():
     """Wait for all ranks, rank 0 may still be saving, and end what join() began."""
     if WORLD_SIZE > 1:
-        agree(0.0, False)
+        agree(0.0)
         dist.destroy_process_group()
 
 
@@ -64,10 +64,11 @@ def all_reduce(tensors):
         tensor.copy_(part.view_as(tensor))
 
 
-def agree(progress, flag):
-    """(rank 0's progress, whether any rank has set flag): the same on all ranks."""
+def agree(progress, *flags):
+    """(rank 0's progress, for each flag whether any rank has set it): the same on all ranks."""
     if WORLD_SIZE == 1:
-        return progress, flag
-    mine = torch.tensor([progress if RANK == 0 else 0.0, float(flag)], dtype=torch.float64)
-    all_reduce([mine])
-    return mine[0].item(), mine[1].item() > 0
+        return progress, *flags
+    mine = [progress if RANK == 0 else 0.0, *map(float, flags)]
+    total = torch.tensor(mine, dtype=torch.float64)
+    all_reduce([total])
+    return total[0].item(), *(total[1:] > 0).tolist()

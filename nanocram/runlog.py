@@ -73,10 +73,11 @@ def read_log(folder):
     path = Path(folder) / "log.csv"
     text = path.read_text("utf-8") if path.exists() else ""
     rows = []
-    for cells in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+    names, *lines = csv.reader(text[: text.rfind("\n") + 1].splitlines() or [""])
+    for cells in lines:
         row = {}
-        for name, cell in cells.items():
-            with contextlib.suppress(ValueError, TypeError):
+        for name, cell in zip(names, cells, strict=False):
+            with contextlib.suppress(ValueError):
                 row[name] = int(cell) if cell.isdecimal() else float(cell)
         if "step" in row and "elapsed_s" in row:
             rows.append(row)
@@ -239,7 +240,7 @@ class Log:
                 f"{epochs:.2f} epochs, {tokens / self.n_params:.1f} tokens a parameter"
             )
 
-    def close(self):
+    def close_bar(self):
         if self.bar:
             self.bar.close()
 

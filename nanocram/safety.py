@@ -97,6 +97,8 @@ class Signals(contextlib.ContextDecorator):
     For two seconds a repetition is ignored: torchrun passes on a SIGTERM that each rank has got
     from the batch system too."""
 
+    stop = False  # bench.py and the tests ask without entering
+
     def __enter__(self):
         self.stop = False
         self.before = {}

@@ -68,10 +68,10 @@ def run_recipe(path, values, defaults, script):
         exec(compile(Path(path).read_text("utf-8"), path, "exec"), names)
     except Exception as e:  # it is the user's Python: a typo, a missing name
         sys.exit(f"{path}: {type(e).__name__}: {e}")
-    for name, value in find_settings(names).items():
-        if name in values:
-            values[name] = convert(path, name, value, defaults)
-        elif name not in elsewhere:
+    for name in values:
+        values[name] = convert(path, name, names[name], defaults)
+    for name in find_settings(names):
+        if name not in values and name not in elsewhere:
             refuse(path, name, script, {**elsewhere, **defaults})
 
 

@@ -1,7 +1,5 @@
 """Text to token ids and back: one normalisation, one byte-level BPE, one file with two readers.
 
-A vocabulary that a user has, one token a line, takes their place: words, or single characters.
-
 The tokenizers library trains the vocabulary and defines tokenizer.json: transformers loads it with
 no code of ours. tiktoken reads the same file and is several times faster, so the scripts use that.
 The ids are equal on any text but one that spells a special token: there transformers makes that
@@ -17,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-PAD, CLS, SEP, MASK, UNK = range(5)  # [UNK] is in vocabularies of a user alone
-MODES = ("ascii", "plain", "none")  # see normalise()
+from nanocram import safety
+
+PAD, CLS, SEP, MASK = range(4)
 SPECIAL = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[MASK]": MASK}
-SPECIAL_OR_UNKNOWN = SPECIAL | {"[UNK]": UNK}
+MODES = ("ascii", "plain", "none")  # see normalise()
 
 # Words, groups of at most two digits, punctuation, white space. Each run is bounded, since tiktoken
 # fails on one of 10^6 spaces.
@@ -30,8 +29,6 @@ PATTERN = r" ?[\p{L}\p{M}]{1,24}| ?\p{N}{1,2}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8
 # must agree on every string, so the rules name their characters one by one: \s and \w mean
 # different things to different regex engines. SPACE is what str.split() splits at.
 SPACE = "[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
-# Where the tokenizers library ends a word: Python's str.split() also does at \x1c to \x1f.
-NO_SPACE = "[^" + SPACE[1:-2].replace("\x1c-\x20", "\x20") + "]+"
 BEFORE_PUNCTUATION = r" (?=[!-/:-@\[-`{-~])"
 NOT_ASCII = "[^\x00-\x7f]{1,16}"  # bounded, so that the cache of to_ascii() is
 # Typographic characters become the ASCII ones they stand for; the paper's code deletes them. Of the
@@ -66,11 +63,11 @@ def normalise(text, mode):
 
     Mode "ascii" is the paper's (section 4.4) but for FOLD: quotes unified, NFD, lower case, accents
     and all else outside ASCII removed. Mode "plain" keeps case, accents and every script. Mode
-    "none" keeps all: the text is returned as it is."""
+    "none" returns the text as it is."""
     if mode == "none":
         return text
     if mode == "ascii":
-        # To look only at the runs outside ASCII made this function twice as fast.
+        # Looking only at the runs outside ASCII made this function twice as fast.
         if not text.isascii():
             text = re.sub(NOT_ASCII, lambda match: to_ascii(match[0]), text)
         text = text.lower().replace("``", '"').replace("''", '"')
@@ -99,16 +96,8 @@ def normaliser_steps(mode):
     return {"type": "Sequence", "normalizers": steps}
 
 
-def template():
-    """The post-processor that puts [CLS] and [SEP] around one text or two."""
-    from tokenizers import processors
-
-    single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
-    return processors.TemplateProcessing(single, pair, [("[CLS]", CLS), ("[SEP]", SEP)])
-
-
 def train_tokenizer(texts, size, mode, folder):
-    """Train byte-level BPE of size entries; write tokenizer.json and tokenizer_config.json.
+    """Train byte-level BPE of size entries; write tokenizer_config.json and, last, tokenizer.json.
 
     Exits with one line if the texts do not yield so many entries."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -124,9 +113,16 @@ def train_tokenizer(texts, size, mode, folder):
     strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), *strip])
     offsets = processors.ByteLevel(add_prefix_space=prefixed, trim_offsets=True, use_regex=False)
-    tokenizer.post_processor = processors.Sequence([offsets, template()])
-    options = {"initial_alphabet": byte_level.alphabet(), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), **options)
+    single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
+    special = [("[CLS]", CLS), ("[SEP]", SEP)]
+    template = processors.TemplateProcessing(single, pair, special)
+    tokenizer.post_processor = processors.Sequence([offsets, template])
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
     got = tokenizer.get_vocab_size()
     if got < size:
@@ -147,88 +143,18 @@ def train_tokenizer(texts, size, mode, folder):
     # A word of running text has the space before it in its token, so a [MASK] for it takes it too.
     # The other normalisations drop that space, this one would leave it as a token of its own.
     spec["added_tokens"][MASK]["lstrip"] = not prefixed
-    text = json.dumps(spec, ensure_ascii=False)
-    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    write_config(folder, SPECIAL)
-
-
-def write_config(folder, special):
-    """Write tokenizer_config.json, which tells transformers what the special tokens are for."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": False,
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
     }
-    config |= {token.strip("[]").lower() + "_token": token for token in special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
-
-
-def read_vocabulary(path):
-    """The tokens of a file, one a line; exits with one line where they cannot be a vocabulary."""
-    try:
-        content = Path(path).read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as e:
-        sys.exit(f"{path}: {e}: --vocab_file is to name a file of tokens, in UTF-8, one a line")
-    lines = [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")]
-    first = {}  # {token: number of its line}
-    for number, token in enumerate(lines, 1):
-        here = f"{path}, line {number}:"
-        if not token:
-            sys.exit(f"{here} is empty: take it out")
-        if re.fullmatch(NO_SPACE, token) is None:
-            sys.exit(f"{here} {token!r:.60} has white space in it, at which text is split")
-        if token in SPECIAL_OR_UNKNOWN:
-            sys.exit(f"{here} {token} is in every vocabulary: take it out")
-        if token in first:
-            sys.exit(f"{here} {token!r:.60} stands on line {first[token]} already: take one out")
-        first[token] = number
-    most = 65536 - len(SPECIAL_OR_UNKNOWN)
-    if len(lines) > most:
-        sys.exit(f"{path} has {len(lines)} tokens: give {most} at most")
-    return lines
-
-
-def write_vocabulary(tokens, folder):
-    """Write tokenizer.json and tokenizer_config.json of a vocabulary that is given, not trained.
-
-    Text is split at white space and each word looked up; where all tokens are single characters,
-    as amino acids are, each character is. What is not there becomes [UNK]."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    numbers = {token: i for i, token in enumerate([*SPECIAL_OR_UNKNOWN, *tokens])}
-    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
-    split = [pre_tokenizers.WhitespaceSplit()]
-    if max(map(len, tokens)) == 1:
-        split.append(pre_tokenizers.Split(Regex("."), "isolated"))
-        tokenizer.decoder = decoders.Fuse()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
-    tokenizer.post_processor = template()
-    tokenizer.add_special_tokens(list(SPECIAL_OR_UNKNOWN))
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
-    write_config(folder, SPECIAL_OR_UNKNOWN)
-
-
-class Words:
-    """What tiktoken's Encoding is for a trained vocabulary, for one that was given."""
-
-    def __init__(self, numbers, by_character):
-        self.between = "" if by_character else " "
-        self.by_character = by_character
-        self.names = {i: token for token, i in numbers.items()}
-        self.numbers = {t: i for t, i in numbers.items() if t not in SPECIAL_OR_UNKNOWN}
-        self.n_vocab = len(numbers)
-
-    def split(self, text):
-        """The tokens of a text, known or not."""
-        words = re.findall(NO_SPACE, text)
-        return list("".join(words)) if self.by_character else words
-
-    def encode_to_numpy(self, text, disallowed_special=()):
-        return np.array([self.numbers.get(token, UNK) for token in self.split(text)], np.uint32)
-
-    def decode(self, ids):
-        return self.between.join(self.names[i] for i in ids)
+    safety.write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
+    safety.write_text(folder / "tokenizer.json", json.dumps(spec, ensure_ascii=False))
 
 
 class Tokenizer:
@@ -242,11 +168,6 @@ class Tokenizer:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
             known = [mode for mode in MODES if normaliser_steps(mode) == spec["normalizer"]]
             self.mode = known[0]
-            if spec["model"]["type"] == "WordLevel":
-                by_character = len(spec["pre_tokenizer"]["pretokenizers"]) == 2
-                self.encoding = Words(spec["model"]["vocab"], by_character)
-                self.vocab_size = self.encoding.n_vocab
-                return
             split = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]
             if split != {"Regex": PATTERN}:  # many files of others have no normaliser either
                 raise ValueError("its words are split otherwise")
@@ -263,7 +184,10 @@ class Tokenizer:
 
     def encode(self, text):
         """Ids (n,) of a text, uint16, special tokens never among them."""
-        text = normalise(text, self.mode)
+        return self.encode_normal(normalise(text, self.mode))
+
+    def encode_normal(self, text):
+        """encode() of a text that normalise() has seen."""
         return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
 
     def decode(self, ids):

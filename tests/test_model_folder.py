@@ -1,0 +1,213 @@
+"""What transformers reads of a model folder, and what load() does.
+
+After an edit of model.py that has no switch, run this file: the first test asks whether a folder
+that says ModernBERT still computes what transformers does.
+"""
+
+import json
+import stat
+from dataclasses import asdict, fields, make_dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import model_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import model as model_file
+from model import CHOICES, Classifier, MaskedLM, ModelConfig
+from nanocram.model_folder import load, not_native, save
+
+SIZES = dict(vocab_size=90, max_seq_len=160, n_layer=3, n_head=2, n_embd=32, n_inner=24)
+HF_MLM = transformers.AutoModelForMaskedLM
+HF_CLASSIFIER = transformers.AutoModelForSequenceClassification
+
+
+def random_model(**switches):
+    """A small model whose every parameter is random, so that none can be left out unnoticed."""
+    torch.manual_seed(0)
+    model = MaskedLM(model_config(**(SIZES | switches))).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def batch():
+    """Tokens (3, 150) and their attention_mask; two rows are padded."""
+    torch.manual_seed(1)
+    ids, mask = torch.randint(4, 90, (3, 150)), torch.ones(3, 150, dtype=torch.long)
+    mask[1, 120:] = 0
+    mask[2, 5:] = 0
+    return ids, mask
+
+
+@torch.no_grad()
+def error_of_transformers(model, folder):
+    """The largest difference of its logits from ours, as a share of our largest one."""
+    save(model, folder)
+    theirs, info = HF_MLM.from_pretrained(folder, output_loading_info=True)
+    assert type(theirs).__name__ == "ModernBertForMaskedLM"
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    ids, mask = batch()
+    wanted = theirs(ids, attention_mask=mask).logits[mask.bool()]
+    found = model(ids, attention_mask=mask)[mask.bool()]
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"head_transform": True},
+        {"linear_bias": True, "norm_bias": True},
+        {"norm_bias": True},
+        {"decoder_bias": False},
+        {"head_transform": True, "linear_bias": True, "norm_bias": True, "norm_eps": 1e-3},
+        {"norm_eps": 1e-3},  # it counts twice beside an identity head
+    ],
+)
+def test_the_folder_is_a_modernbert(tmp_path, switches):
+    model = random_model(**switches)
+    tolerance = 1e-5 if model.config.head_transform else max(1e-5, model.config.norm_eps)
+    assert error_of_transformers(model, tmp_path) < tolerance
+
+
+EDITS = {
+    "SwiGLU": ("ACTIVATIONS", {"geglu": F.silu}),
+    "no positions": ("rotate", lambda x, cos, sin: x),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_without_a_switch_would_fail_above(tmp_path, monkeypatch, name):
+    model = random_model()
+    assert error_of_transformers(model, tmp_path) < 1e-5
+    monkeypatch.setattr(model_file, *EDITS[name])
+    assert error_of_transformers(random_model(), tmp_path) > 1e-3
+
+
+def test_what_is_native():
+    assert not_native(model_config()) == not_native(model_config(n_narrow=1)) == ""
+    assert not_native(model_config(activation="relu2")) == "activation=relu2"
+    why = not_native(model_config(position_embedding="learned", n_narrow=2))
+    assert "position_embedding=learned" in why and "n_narrow=2" in why
+
+
+def test_a_forks_switch_is_native_at_its_default():
+    names = asdict(model_config())
+    forked = make_dataclass("Forked", [("qk_norm", bool, False)], bases=(ModelConfig,))
+    assert not_native(forked(**names)) == ""
+    assert not_native(forked(**names, qk_norm=True)) == "qk_norm=True"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_classifier_goes_to_transformers_and_back(tmp_path, bias, pooling):
+    """With the fresh head of a model that had none; padding does not count."""
+    model = random_model(linear_bias=bias, norm_bias=bias)
+    ours = Classifier(model, 3, dropout=0.3, pooling=pooling).eval()
+    with torch.no_grad():
+        for p in ours.head.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    save(ours, tmp_path, ("a", "b", "c"))
+    theirs = HF_CLASSIFIER.from_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert [*theirs.config.id2label.values()] == ["a", "b", "c"]
+    assert theirs.config.classifier_dropout == again.drop.p == 0.3
+    ids, mask = batch()
+    with torch.no_grad():
+        wanted = ours(ids, mask)
+        assert torch.allclose(theirs(ids, attention_mask=mask).logits, wanted, atol=1e-5)
+        assert torch.equal(again(ids, mask), wanted)
+
+
+@pytest.mark.parametrize("n_labels", [1, 2, 3])
+def test_a_classifier_that_transformers_made(tmp_path, n_labels):
+    """Loaded if our model had a head transform; else its head has no place in ours."""
+    ids, mask = batch()
+    for has_head in (True, False):
+        save(random_model(head_transform=has_head), tmp_path / "ours")
+        theirs = HF_CLASSIFIER.from_pretrained(tmp_path / "ours", num_labels=n_labels)
+        theirs.save_pretrained(tmp_path / "theirs")
+        if has_head:
+            with torch.no_grad():
+                wanted = theirs.eval()(ids, attention_mask=mask).logits
+                assert torch.allclose(load(tmp_path / "theirs")(ids, mask), wanted, atol=1e-5)
+        else:
+            with pytest.raises(ValueError, match="--baseline=hf:FOLDER"):
+                load(tmp_path / "theirs")
+
+
+def test_what_transformers_made_of_a_model_without_head_transform(tmp_path):
+    """Saved as it was, it comes back; trained further, it is refused."""
+    model = random_model()
+    save(model, tmp_path / "ours")
+    theirs = HF_MLM.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "again")
+    ids, _ = batch()
+    assert torch.equal(load(tmp_path / "again")(ids), model(ids))
+    with torch.no_grad():
+        theirs.head.dense.weight[0, 1] = 0.5
+    theirs.save_pretrained(tmp_path / "trained")
+    with pytest.raises(ValueError, match=r"head\.dense\.weight"):
+        load(tmp_path / "trained")
+
+
+def configs():
+    choices = {name: st.sampled_from(values) for name, values in CHOICES.items()}
+    switches = {f.name: st.booleans() for f in fields(ModelConfig) if f.type is bool}
+    sizes = {"vocab_size": st.integers(8, 60), "n_layer": st.integers(1, 3)}
+    sizes |= {"n_head": st.sampled_from([1, 2]), "n_embd": st.sampled_from([8, 16])}
+    sizes |= {"n_inner": st.integers(1, 20), "token_types": st.sampled_from([0, 2])}
+    return st.builds(model_config, max_seq_len=st.just(20), **sizes, **choices, **switches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(configs())
+def test_save_and_load_any_architecture(tmp_path_factory, config):
+    folder = tmp_path_factory.mktemp("model")
+    config.n_narrow = config.vocab_size % config.n_layer
+    model = MaskedLM(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    save(model, folder)
+    again = load(folder)
+    assert again.config == config
+    ids = torch.randint(0, config.vocab_size, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(model(ids), again(ids))
+    assert again.decoder.weight is again.model.embeddings.tok_embeddings.weight
+
+
+def test_broken_folders_are_one_line(tmp_path):
+    with pytest.raises(ValueError, match="is no model folder"):
+        load(tmp_path)
+    save(random_model(), tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="is no model folder") as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+    save(random_model(linear_bias=True), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["nanocram"]["linear_bias"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.") as error:  # torch names the tensor
+        load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_others_may_read_the_weights(tmp_path):
+    save(random_model(), tmp_path)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    (tmp_path / "plain").touch()
+    assert modes == {stat.S_IMODE((tmp_path / "plain").stat().st_mode)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "plain",
+    }

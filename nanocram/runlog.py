@@ -23,7 +23,7 @@ from nanocram.safety import append_text, write_beside, write_text
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
     "lr batch_size mask_rate grad_norm skipped muon_lr"
-).split()  # a new column needs its name here
+).split()  # a new column, of numbers, needs its name here
 
 
 def sentences(samples):

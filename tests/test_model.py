@@ -285,7 +285,9 @@ def test_one_graph_serves_all_batches_of_a_shape():
             assert torch.equal(compiled(ids), model(ids))
         assert counter.frame_count == 1
         for padding in (mask, mask.flip(0)):
-            assert torch.equal(compiled(ids, None, padding), model(ids, None, padding))
+            assert torch.equal(
+                compiled(ids, attention_mask=padding), model(ids, attention_mask=padding)
+            )
     assert counter.frame_count == 2
 
 

@@ -190,4 +190,4 @@ def test_slips_are_one_line(train, monkeypatch):
         parallel.join("auto")
     monkeypatch.setattr(train, "offload", True)
     with pytest.raises(SystemExit, match=r"^offload is for one process.*$"):
-        module.check_settings()
+        module.check_settings(torch.device("cpu"))

@@ -121,8 +121,9 @@ def test_the_model_folder_loads_in_transformers(finished):
 
 @pytest.mark.parametrize("length", [20, 512])
 def test_pairs_and_long_texts_in_transformers(finished, texts, length):
-    """Padded pairs of real prose, cut at 20 tokens and where the model ends: hidden states, but for the final norm's weights, which
-    its head has; logits; and the classifier, fresh but for that head."""
+    """Padded pairs of real prose, cut at 20 tokens and at the model's length: hidden states, but
+    for the final norm's weights, which its head has; logits; the classifier, fresh but for that
+    head."""
     out, _ = finished
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     pairs = [(texts[i][: 40 * i + 60], texts[i + 9][:3000]) for i in range(4)]

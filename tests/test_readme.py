@@ -102,9 +102,9 @@ def test_flags_recipes_and_values_are_those_of_the_scripts(command, monkeypatch,
         if name == "race.py":
             for contender in race.parse_contenders(contenders).values():
                 race.set_train(contender)
-                train.check_settings()
+                train.check_settings(torch.device("cpu"))
         if name == "train.py":
-            train.check_settings()
+            train.check_settings(torch.device("cpu"))
 
 
 def test_the_other_commands_name_files_that_exist():

@@ -61,8 +61,8 @@ class RandomRows(Rows):
 
 def new_run():
     """A train.Run on rows of data_dir, or on random ones."""
-    train.check_settings()
     dev, amp_dtype = machine.pick(train.device, train.dtype)
+    train.check_settings(dev)
     folder = Path(train.data_dir)
     if (folder / "meta.json").exists():
         load_meta(folder, vocab_size=train.vocab_size, seq_len=train.seq_len)

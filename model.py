@@ -368,11 +368,16 @@ class MaskedLM(nn.Module):
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
 
-    def forward(self, ids, positions=None, **options):
-        """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without.
-
-        options: attention_mask, token_type_ids, residual_dtype, as Encoder.forward() has them."""
-        hidden = self.model(ids, positions, **options)
+    def forward(
+        self,
+        ids,
+        positions=None,
+        attention_mask=None,
+        token_type_ids=None,
+        residual_dtype=None,
+    ):
+        """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without."""
+        hidden = self.model(ids, positions, attention_mask, token_type_ids, residual_dtype)
         return self.decoder(self.head(hidden))
 
     def flops_per_token(self, seq_len, n_predicted):

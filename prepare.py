@@ -98,10 +98,10 @@ def make_parts(files):
     every = list(itertools.chain(*files.values()))
     from_hub = [file for file in every if file[0].startswith(HUB)]
     parts = [from_hub] if max_tokens and from_hub else [[file] for file in from_hub]
-    size = SMALL
+    size = SMALL + 1  # so that the first local file begins a part
     for path, n_bytes in every:
         if not path.startswith(HUB):
-            if size >= SMALL:
+            if size + n_bytes > SMALL:
                 parts.append([])
                 size = 0
             parts[-1].append([path, n_bytes])

@@ -27,6 +27,8 @@ DATASHEET = {
 
 def pick(device, dtype):
     """(torch.device, torch.dtype of the matrix products); "auto" takes the best native one."""
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        sys.exit(f"dtype={dtype} is unknown: choose auto, bfloat16, float16 or float32")
     has_cuda = torch.cuda.is_available()
     available = {"cuda": has_cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
     if device == "auto":
@@ -38,7 +40,7 @@ def pick(device, dtype):
                 "CUDA driver (see nvidia-smi), or type --device=cpu"
             )
         device = next(name for name in available if available[name])
-    if not available[device]:
+    if not available.get(device):
         sys.exit(f"device={device}, but this build of torch sees no such device: type --device=cpu")
     if dtype == "auto":
         without = "float16" if device == "cuda" else "float32"

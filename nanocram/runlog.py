@@ -104,20 +104,10 @@ class Log:
         if self.silent:
             return
 
-        # make the folder ready; a resumed run forgets the rows after its checkpoint
-        before = {}
-        if settings["init"] == "resume":
-            before = read_facts(self.folder)
-            rows = [row for row in read_log(self.folder) if row["step"] <= run.state.step]
-            write_text(self.folder / "log.csv", as_csv(rows, header=True))
-            print(f"resumed at step {run.state.step:,}, after {run.state.elapsed / 60:.1f} minutes")
-        else:
-            new_folder(self.folder)
-            write_text(self.folder / "log.csv", as_csv([], header=True))
+        before = read_facts(self.folder) if settings["init"] == "resume" else {}
         for name, was in before.get("settings", {}).items():
             if name not in ("init", "micro_batch") and settings.get(name) != was:
                 print(f"{name} was {was!r} before the resume, and is {settings.get(name)!r} now")
-        copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
         self.facts = {
             "parameters": self.n_params,
             "flops_per_token": run.flops_per_token,
@@ -132,9 +122,12 @@ class Log:
             },
             **machine.describe(run.device),
         }
+        # log in to wandb before anything is written: it may be missing, or its site away
         if settings["wandb_project"]:
-            import wandb
-
+            try:
+                import wandb
+            except ImportError:
+                sys.exit("wandb_project needs wandb: pip install wandb")
             self.wandb = wandb.init(
                 project=settings["wandb_project"],
                 name=self.folder.name,
@@ -143,7 +136,17 @@ class Log:
                 resume="allow",
             )
             self.facts["wandb_id"] = self.wandb.id
+
+        # make the folder ready; run.json comes first, for by it a later command knows a run
+        if settings["init"] != "resume":
+            new_folder(self.folder)
         self.write_facts(run.micro_batch)
+        copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
+        # a resumed run forgets the rows after its checkpoint
+        rows = [row for row in read_log(self.folder) if row["step"] <= run.state.step]
+        write_text(self.folder / "log.csv", as_csv(rows, header=True))
+        if settings["init"] == "resume":
+            print(f"resumed at step {run.state.step:,}, after {run.state.elapsed / 60:.1f} minutes")
 
         # say what this run is, and what of it may surprise
         self.say(

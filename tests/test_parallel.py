@@ -189,5 +189,5 @@ def test_slips_are_one_line(train, monkeypatch):
     with pytest.raises(SystemExit, match=r"^.*--nproc_per_node=2$"):
         parallel.join("auto")
     monkeypatch.setattr(train, "offload", True)
-    with pytest.raises(SystemExit, match=r"^offload is for one process.*$"):
+    with pytest.raises(SystemExit, match=r"^offload needs one process.*$"):
         module.check_settings(torch.device("cpu"))

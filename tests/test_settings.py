@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, last_line, script
 
 from nanocram.settings import configure
@@ -177,4 +178,4 @@ def test_our_recipes_work_for_every_script(recipe, monkeypatch):
         assert {n: space[n] for n in module.SETTINGS} == {n: wanted[n] for n in module.SETTINGS}
         for name in module.SETTINGS:
             monkeypatch.setattr(module, name, space[name])
-    importlib.import_module("train").check_settings()
+    importlib.import_module("train").check_settings(torch.device("cpu"))

@@ -355,10 +355,11 @@ def main():
                 said += f"  (training loss {run['train_loss']:.2f} in the last epoch)"
             bar.write(f"{name}, seed {seed}: {said or 'diverged'}; {run['seconds']:.0f} s")
 
-    # the table; processes that end together each write it with all runs so far
-    table = glue.table(glue.read_runs(folder).values())
+    # the table of all runs so far, others' too; the last process to end has them all
+    with glue.lock(folder):
+        table = glue.table(glue.read_runs(folder).values())
+        runlog.write_card(folder, table.splitlines())
     print(f"\n{table}\n{folder}: glue.md (this table), glue.jsonl (every run)")
-    runlog.write_card(folder, table.splitlines())
 
 
 if __name__ == "__main__":

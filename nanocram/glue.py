@@ -180,10 +180,15 @@ def read_runs(folder):
     return found
 
 
+def lock(folder):
+    """Several processes may fine-tune one model: one at a time writes its results."""
+    return FileLock(Path(folder) / ".glue.lock")
+
+
 def add_run(folder, run):
-    """Add a run to glue.jsonl and draw glue.md anew; several processes may do so at once."""
+    """Add a run to glue.jsonl and draw glue.md anew."""
     folder = Path(folder)
-    with FileLock(folder / ".glue.lock"):
+    with lock(folder):
         runs = {**read_runs(folder), key(run): run}.values()
         write_text(folder / "glue.jsonl", "".join(json.dumps(run) + "\n" for run in runs))
         write_text(folder / "glue.md", f"# GLUE\n\n{table(runs)}")

@@ -60,7 +60,7 @@ def seconds(card, flop, moved, launches):
 
 
 def micro_batch(card):
-    """Rows, by train.py's halving: a twentieth of the card stays free, half a GiB is the driver's."""
+    """Rows, by train.py's halving; a twentieth of the card is left free, half a GiB the driver's."""
     _, _, _, room, _, dtype, _ = card
     peak = PEAK_GIB[dtype]
     per_row = (peak[256] - peak[128]) / 128

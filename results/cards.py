@@ -60,7 +60,7 @@ def seconds(card, flop, moved, launches):
 
 
 def micro_batch(card):
-    """Rows, by train.py's halving; a twentieth of the card is left free, half a GiB the driver's."""
+    """Rows, by the halving of train.py; a twentieth of the card and half a GiB stay free."""
     _, _, _, room, _, dtype, _ = card
     peak = PEAK_GIB[dtype]
     per_row = (peak[256] - peak[128]) / 128

@@ -1,8 +1,8 @@
 """The whole model: embeddings, transformer blocks, masked-language-model head, classifier head.
 
-With train.py's defaults it has the paper's size (arXiv 2212.14034) and is a ModernBERT (arXiv
-2412.13663), names of modules included. The switches of ModelConfig also make the paper's crammed
-BERT, the original BERT and NarrowBERT.
+With train.py's defaults it has the paper's size (arXiv 2212.14034) and computes what a ModernBERT
+(arXiv 2412.13663) does; nanocram/model_folder.py writes it in that form. The switches of
+ModelConfig also make the paper's crammed BERT, the original BERT and NarrowBERT.
 
 Shapes: B rows of T tokens, of which K are predicted; C channels in H heads of D; V vocabulary
 entries.
@@ -40,8 +40,8 @@ CHOICES = {
 class ModelConfig:
     """Sizes and switches of the model; train.py says what each is, and has its default.
 
-    A switch of your own needs a default here: the value that changes nothing. Older checkpoints
-    then load. A setting of the same name in train.py sets it."""
+    To add a switch, add a field whose default keeps the old behaviour, so that older checkpoints
+    load, and a setting of the same name in train.py."""
 
     vocab_size: int
     max_seq_len: int

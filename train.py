@@ -30,9 +30,9 @@ budget_hours = 24.0             # wall-clock hours, from compiling to the last s
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
 micro_batch = 256               # rows per forward pass; halved at the start if memory runs out
-batch_size = 4096               # rows per optimiser step after the ramp (0.5M tokens) ...
-batch_start = 1024              # ... and at the start
-batch_ramp = 0.6                # share of the run after which it is batch_size (paper 4.3)
+batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
+batch_ramp = 0.6                # share of the run in which they grow from 0 to it (paper 4.3) ...
+batch_start = 1024              # ... but never below this
 # the objective
 mask_rate = 0.30                # share of a row's tokens to predict, at the start ...
 mask_rate_end = 0.15            # ... and at the end (arXiv 2305.15096: +0.5 of GLUE)
@@ -51,12 +51,12 @@ grad_clip = 1.0                 # largest norm of the whole gradient; 0 = no cli
 schedule = "trapezoid"          # trapezoid | triangle (the paper's) | cosine | linear | constant
 warmup = 0.01                   # first share of the run, in which the rate rises (not triangle)
 cooldown = 0.65                 # last share of the run, in which the rate falls to 0 (trapezoid)
-# the model: the paper's size, natively a ModernBERT (see model.py)
+# the model: the paper's size; model_folder.py writes it as a ModernBERT
 vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes in fine-tuning and use
 n_layer = 16
-n_narrow = 0                    # last layers that compute only predicted tokens (NarrowBERT)
+n_narrow = 0                    # 2 or more: these last layers see predicted tokens only (NarrowBERT)
 n_head = 12
 n_embd = 768
 n_inner = 1536                  # width inside the MLP, after the gate
@@ -77,7 +77,7 @@ zero_init = True                # the blocks' output matrices start at zero
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of matrix products
-compile = True                  # torch.compile
+compile = True                  # use torch.compile
 offload = False                 # keep weights, gradients and optimiser state in host memory
 # what is logged and saved
 evals = 20                      # evaluations, evenly spread over the run, and one at the end
@@ -106,7 +106,7 @@ from nanocram.muon import Muon
 from nanocram.offload import Streamed
 from nanocram.tokenizer import MASK, Tokenizer
 
-GO_ON = "--init=resume goes on from the last checkpoint, if there is one"
+GO_ON = "the same command with --init=resume goes on from the last checkpoint, if there is one"
 MAX_SKIPPED = 50  # skipped steps in a row that end a run; float16 needs some to find its loss scale
 
 # -----------------------------------------------------------------------------
@@ -204,8 +204,8 @@ class Clock:
         """Share of the run that is over, in [0, 1]: steps / max_steps, or seconds of training /
         (budget - compiling - reserve).
 
-        It moves a little, up or down, when the reserve changes. A resume with a larger budget takes
-        it back."""
+        It rises or falls a little when the reserve changes. It falls when a run is resumed with a
+        larger budget."""
         if max_steps:
             return min(1.0, self.state.step / max_steps)
         setup = self.state.setup_seconds
@@ -340,7 +340,7 @@ def train_step(run, progress):
         loss = run.loss_fn(*batch) / (n_rows * n_predict)
         run.scaler.scale(loss).backward()
         total_loss += loss.detach()
-        # read the next rows while a GPU is busy with these
+        # prefetch: run.rows keeps the next rows, read while a GPU is busy with these
         run.rows.fetch(first_row + parallel.WORLD_SIZE * run.micro_batch, run.micro_batch)
 
     # sum loss and gradients over the ranks
@@ -352,8 +352,7 @@ def train_step(run, progress):
             weight.grad = torch.zeros_like(weight)
     parallel.all_reduce([total_loss, *(weight.grad for weight in weights)])
 
-    # clip the gradient by its norm. On a CPU the norm of the rows' norms is faster to compute than
-    # that of whole tensors, and more exact.
+    # clip the gradient by its norm, taken from the norms of rows: faster on a CPU, and more exact
     for o in run.optimizers:
         run.scaler.unscale_(o)
     row_norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
@@ -397,7 +396,7 @@ def train_step(run, progress):
 def take_all_passes(run, held_out_sets):
     """A pass of each shape that the run will have, which compiles it. No weight changes.
 
-    Returns the seconds that a step will take."""
+    All batches of evaluations have one shape. Returns the seconds that a step will take."""
     # leave room for the optimisers' states, the ranks' all_reduce, and 5 % of a GPU
     copies = (0 if run.state.step else 2) + (parallel.WORLD_SIZE > 1)
     reserved = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
@@ -484,7 +483,7 @@ def should_save(run):
     """Whether to save now: at the start, which shows a folder that cannot be written; after the
     first step, when the optimisers have their states; then every checkpoint_minutes.
 
-    Not after a skipped step: an earlier one may have ruined the weights."""
+    Not after a skipped step: its gradient may be bad because the last update broke the weights."""
     state = run.state
     early = state.step - state.skipped <= 1
     minutes = (time.monotonic() - run.saved_at) / 60
@@ -497,7 +496,7 @@ def should_save(run):
 def save(run, log):
     """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written.
 
-    If something fails, a warning says so, and the older files stay as they are."""
+    A file that cannot be written stays as it was, and a warning says why."""
     t0 = run.saved_at = time.monotonic()
     log.flush()
     try:
@@ -584,7 +583,7 @@ def main():
     held_out_sets = find_micro_batch(run, held_out_rows)
     state.setup_seconds += time.monotonic() - t0
     log.write_facts(micro_batch=run.micro_batch)
-    # a resume with a larger budget has taken progress back: evaluate there again
+    # a resume with a larger budget lowers progress: its later evaluations happen a second time
     state.evals_done = min(state.evals_done, int(clock.progress() * evals))
 
     while True:
@@ -622,8 +621,7 @@ def main():
     log.close_bar()
     if master_process:
         losses = {} if stop else evaluate(run, held_out_sets)
-        if losses and state.evals_done < max(1, evals):  # else the run was over: its row is there
-            state.evals_done = max(1, evals)
+        if losses:
             log.add_row(losses)
         if state.consecutive_skips > 3:  # in float16 up to three are routine
             sys.exit(

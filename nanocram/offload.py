@@ -5,7 +5,6 @@
 
 float32 weights, gradients and AdamW's moments stay in host memory, as in MegaTrain (arXiv
 2604.05091). While a block computes, the next block's weights are copied to the device.
-docs/how_it_works.md has a picture.
 """
 
 import copy
@@ -39,8 +38,8 @@ def views(flat, parameters):
 def plan_memory(config, dev, amp_dtype, batch_shape):
     """Print how much memory a model of config needs; return whether all gradients fit on dev.
 
-    batch_shape: rows, tokens a row and predicted tokens a row of a micro-batch. Exits if the host
-    has too little memory."""
+    batch_shape: rows, tokens and predicted tokens a row. Exits if the host's memory is too small.
+    """
     rows, seq_len, n_predicted = batch_shape
     with torch.device("meta"):
         outside, *blocks = (4 * sum(map(padded, group)) for group in split(MaskedLM(config)))
@@ -101,8 +100,8 @@ class Group:
         self.weight_slot = weight_slot
         self.sum_slot = sum_slot
         self.gradients = list(zip(parameters, views(self.sums, parameters), strict=True))
-        buffers = self.weights, weight_slot.buffer, sum_slot.buffer
-        tensors = [views(flat, parameters) for flat in buffers]
+        flats = self.weights, weight_slot.buffer, sum_slot.buffer
+        tensors = [views(flat, parameters) for flat in flats]
         for p, on_host, weight, gradient in zip(parameters, *tensors, strict=True):
             p.data = on_host.copy_(p.data)
             memo[id(p)] = torch.nn.Parameter(weight)
@@ -123,9 +122,8 @@ class Streamed:
         self.amp_dtype = amp_dtype
         self.is_first = True  # whether this is the first micro-batch of its step
         # compile training alone, since evaluations have other shapes: a graph for a kind of block
-        self.train_forward = (
-            torch.compile(Block.forward, dynamic=False) if compile else Block.forward
-        )
+        compiled = torch.compile(Block.forward, dynamic=False)
+        self.train_forward = compiled if compile else Block.forward
         self.random = torch.cuda if dev.type == "cuda" else torch  # whose numbers dropout uses
 
         # a stream for each direction, since the bus carries both at once; on a CPU they do nothing
@@ -200,8 +198,7 @@ class Streamed:
 
     def collect(self):
         """Wait until p.grad holds the gradients, summed over the step's micro-batches."""
-        staying = self.groups if self.sums_stay else []
-        for group in (self.resident, *staying):
+        for group in [self.resident] + (self.groups if self.sums_stay else []):
             self.copy_to_host(group)
         self.streams.synchronize()
 

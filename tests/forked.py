@@ -8,7 +8,7 @@ from pathlib import Path
 
 SERVER = """
 import gc, json, os, sys
-import datasets, matplotlib.figure, torch, torch._dynamo
+import MODULES
 gc.freeze()  # or each process goes through all that is imported
 for line in sys.stdin:
     folder, code, argv = json.loads(line)
@@ -29,10 +29,10 @@ SCRIPT = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
 class Server:
     """The process that is forked. It must have imported nothing of ours."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, modules="torch, torch._dynamo"):
         self.said = Path(folder) / "said.txt"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
+            [sys.executable, "-c", SERVER.replace("MODULES", modules)],
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -7,16 +7,14 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, SMALL_MODEL
-from forked import Server
+from forked import SCRIPT, Server
 
 FILES = ("train.py", "model.py", "finetune_glue.py", "nanocram", "config")
-# A script as it is, but for what takes most of its seconds: the yardstick and the picture.
+# What takes most of the seconds of a small run: the yardstick and the picture.
 QUICK = """
-import runpy, sys
 from nanocram import machine, runlog
 machine.matmul_rate = lambda *where: 1e12
 runlog.plot = lambda folder: None
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -56,7 +54,7 @@ class Fork:
     def train(self, *args, out_dir="out", **settings):
         """Run train.py; (run.json, rows of log.csv, ckpt.pt)."""
         flags = [f"--{key}={value}" for key, value in (self.settings | settings).items()]
-        self.python(QUICK, "train.py", *args, *flags, f"--out_dir={out_dir}")
+        self.python(QUICK + SCRIPT, "train.py", *args, *flags, f"--out_dir={out_dir}")
         folder = self.folder / out_dir
         facts = json.loads((folder / "run.json").read_text())
         rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
@@ -105,7 +103,7 @@ for seed in (3, 4):
 
 def test_a_script_that_imports_train(fork):
     """As a notebook does it: settings by assignment, two runs in one process."""
-    fork.python(SWEEP.replace("SETTINGS", repr(fork.settings)))
+    fork.python(QUICK + SWEEP.replace("SETTINGS", repr(fork.settings)))
     for seed in (3, 4):
         facts = json.loads((fork.folder / f"out/{seed}/run.json").read_text())
         assert facts["settings"]["seed"] == seed

@@ -99,7 +99,7 @@ def test_the_other_commands_name_files_that_exist():
 SMALL_RUN = SMALL_MODEL | {"data_dir": "data/ready", "n_narrow": 0, "evals": 1, "eval_rows": 8}
 SHORT = {  # appended to every command, so that it takes a second or two
     "prepare.py": SMALL_DATA | {"source": "texts/*.txt.gz", "data_dir": "data/new"},
-    "train.py": SMALL_RUN | {"max_steps": 2},
+    "train.py": SMALL_RUN | {"max_steps": 2, "out_dir": "out/new"},
     "bench.py": SMALL_RUN | {"bench_steps": 2, "batch_size": 8},
     "finetune_glue.py": {"seeds": 1, "epochs": 1, "dtype": "float32", "glue_dir": "GLUE"},
 }
@@ -134,7 +134,9 @@ def workplace(tmp_path, data_dir, corpus, glue_files):
 
 @pytest.fixture
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("server"))
+    server = Server(
+        tmp_path_factory.mktemp("server"), "datasets, matplotlib.figure, torch, torch._dynamo"
+    )
     yield server
     server.close()
 

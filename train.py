@@ -97,7 +97,6 @@ SETTINGS = configure(globals())  # {name: default}; before the slow imports, so 
 
 import numpy as np
 import torch
-from torch._dynamo.exc import ShortenTraceback
 
 from model import MaskedLM, ModelConfig, make_loss
 from nanocram import checkpoint, machine, model_folder, parallel, runlog, safety
@@ -436,8 +435,10 @@ def find_micro_batch(run, held_out_rows):
         try:
             state.step_seconds = take_all_passes(run, held_out_sets)
         except Exception as e:
+            from torch._dynamo.exc import ShortenTraceback  # what a failed compile raises
+
             oom = safety.is_oom(e)
-            if not oom and isinstance(e, ShortenTraceback):  # what a failed compile raises
+            if not oom and isinstance(e, ShortenTraceback):
                 sys.exit(
                     f"torch.compile fails here ({safety.first_line(e)}): mend that, or type "
                     "--compile=False, which is some third slower"

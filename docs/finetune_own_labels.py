@@ -1,15 +1,16 @@
 """Fine-tune a model folder on labels of your own, with transformers' Trainer.
 
     pip install transformers accelerate
-    python docs/finetune_own_labels.py out/tiny texts.tsv out/labelled
-    python docs/finetune_own_labels.py out/tiny train.tsv out/labelled --dev=dev.tsv
+    python docs/finetune_own_labels.py out/mine tickets.csv out/labelled
+    python docs/finetune_own_labels.py out/mine train.tsv out/labelled --dev=dev.tsv
 
-A line of a file is a text, a tab and its label; the first line names the columns. Without --dev,
-one row in ten is held out. Then OUT is for pipeline("text-classification", OUT). --fresh=1 leaves
-the pre-training out: what is it worth? --pooling=cls reads [CLS] alone, not the mean of all tokens.
+A .csv or .tsv file has the columns text and label. Without --dev, one row in ten is held out. Then
+OUT is for pipeline("text-classification", OUT). --fresh=1 leaves the pre-training out: what is it
+worth? --pooling=cls reads [CLS] alone, not the mean of all tokens.
 """
 
 import argparse
+import csv
 import os
 import random
 import sys
@@ -29,16 +30,15 @@ if os.path.exists(args.out):
 
 
 def read(path):
-    """[(text, label), ...] of a TSV file, in which quotes mean nothing."""
+    """[(text, label), ...] of a .csv file, or of a .tsv file, in which quotes mean nothing."""
+    csv.field_size_limit(1 << 24)
+    dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.endswith(".tsv") else {}
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            rows = [line.rstrip("\n").split("\t") for line in file]
-    except (OSError, ValueError) as e:
-        sys.exit(f"{path} cannot be read as UTF-8: {e}")
-    for number, row in enumerate(rows, 1):
-        if len(row) != 2:
-            sys.exit(f"{path}, line {number} has {len(row)} columns: give a text, a tab, a label")
-    return rows[1:]
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            table = csv.DictReader(file, **dialect)
+            return [(row["text"], row["label"]) for row in table if None not in row.values()]
+    except (OSError, ValueError, KeyError, csv.Error) as e:
+        sys.exit(f"{path}: {e!r}: give a UTF-8 file with the columns text and label")
 
 
 rows = read(args.train)

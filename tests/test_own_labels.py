@@ -1,5 +1,6 @@
 """docs/finetune_own_labels.py: the classifier that is left gives the accuracy that is said."""
 
+import csv
 import random
 import subprocess
 import sys
@@ -14,8 +15,8 @@ SCRIPT = "docs/finetune_own_labels.py"
 
 
 def write(path, rows):
-    lines = [f"{text}\t{label}\n" for text, label in [("text", "label"), *rows]]
-    path.write_text("".join(lines), encoding="utf-8")
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("label", "text"), *((label, text) for text, label in rows)])
     return path
 
 
@@ -25,11 +26,11 @@ def test_own_labels(tmp_path, data_dir, sentences, has_dev):
     pytest.importorskip("accelerate", reason="transformers' Trainer: pip install accelerate")
     model = model_folder(tmp_path / "model", data_dir)
     rows = [(text, "asks" if i % 2 else "tells") for i, text in enumerate(sentences[:80])]
-    train, out = write(tmp_path / "train.tsv", rows), tmp_path / "labelled"
+    train, out = write(tmp_path / "train.csv", rows), tmp_path / "labelled"
     options = {"epochs": 1, "seed": 3}
     if has_dev:
         dev = rows[:20]
-        options["dev"] = write(tmp_path / "dev.tsv", dev)
+        options["dev"] = write(tmp_path / "dev.csv", dev)
     else:
         random.Random(3).shuffle(rows)
         dev = rows[:8]
@@ -54,16 +55,17 @@ def test_slips_are_one_line(tmp_path, data_dir):
     other = model_folder(tmp_path / "other", data_dir, activation="relu2")
     files = {
         "good": [("a", "x"), ("b", "y")] * 4,
-        "three columns": [("a\tb", "x")],
         "numbers": [("a", i / 7) for i in range(20)],
     }
-    paths = {name: write(tmp_path / f"{name}.tsv", rows) for name, rows in files.items()}
+    paths = {name: write(tmp_path / f"{name}.csv", rows) for name, rows in files.items()}
+    paths["no header"] = tmp_path / "bare.tsv"
+    paths["no header"].write_text("a\tx\nb\ty\n", encoding="utf-8")
     out = tmp_path / "out"
     for arguments, words in (
         ((model, paths["good"], model), "name a new folder"),
-        ((model, paths["three columns"], out), "line 2"),
+        ((model, paths["no header"], out), "columns text and label"),
         ((model, paths["numbers"], out), "each a class"),
-        ((model, tmp_path / "none.tsv", out), "none.tsv"),
+        ((model, tmp_path / "none.csv", out), "none.csv"),
         ((other, paths["good"], out), "cannot read"),
     ):
         slip = script(SCRIPT, *arguments)

@@ -110,6 +110,8 @@ def save(model, folder, labels=None):
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
 
     def write(temporary):
+        for stray in folder.glob(".tmp*"):  # of a save_file() that was killed
+            stray.unlink()
         try:
             save_file(weights, temporary, metadata={"format": "pt"})
         except SafetensorError as e:  # a full disk, say

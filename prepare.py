@@ -229,7 +229,8 @@ def new_processes(n, n_parts=0):
         signal.signal(signal.SIGINT, handler)
         yield pool, shared
     except BrokenProcessPool:
-        sys.exit("a process was ended, perhaps for want of memory: rerun with --processes=1")
+        advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
+        sys.exit(f"a process was ended, perhaps for want of memory: {advice}")
     finally:
         for child in multiprocessing.active_children():
             child.kill()

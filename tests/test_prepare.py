@@ -608,19 +608,6 @@ def break_the_line(hub, is_time, answer, seconds=1e9):
 
 
 @SLOW
-def test_a_dead_line_leaves_the_set_unfinished_until_it_is_back(tmp_path, begin, hub, expected):
-    out, impatient = tmp_path / "out", {"sources.PATIENCE": 1.0}
-    break_the_line(hub, lambda: reading_has_begun(out), "cut")
-    for _ in range(2):
-        done = end_of(begin(out, constants=impatient))
-        assert done.returncode == 1, done.stdout
-        assert "rerun the command" in last_line(done) and not out.exists()
-    hub.fault = None
-    done_well(begin(out))
-    assert same(out, expected)
-
-
-@SLOW
 @pytest.mark.parametrize("where", ["the vocabulary", "the rows", "nowhere"])
 def test_a_silent_hub_is_waited_for(tmp_path, begin, hub, expected, where):
     """For a minute it is busy, or there is no server."""

@@ -622,7 +622,8 @@ def main():
     log.close_bar()
     if master_process:
         losses = {} if stop else evaluate(run, held_out_sets)
-        if losses:
+        if losses and state.evals_done < max(1, evals):  # a resumed run that was over has its row
+            state.evals_done = max(1, evals)
             log.add_row(losses)
         if state.consecutive_skips > 3:  # in float16 up to three are routine
             sys.exit(

@@ -165,6 +165,8 @@ class Train:
         state = checkpoint["state"]
         for name in [n for n in state if n == "elapsed" or n.endswith("seconds")]:
             del state[name]
+        for optimizer in checkpoint["optimizers"]:
+            del optimizer["param_groups"]  # rates that the next step sets
         assert "12 steps" in (out / "README.md").read_text()
         return {
             "log": [{**row, "elapsed_s": 0} for row in runlog.read_log(out)],

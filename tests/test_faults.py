@@ -64,15 +64,17 @@ def test_kill_9_at_any_moment(tmp_path, data_dir):
     undisturbed = start(tmp_path / "undisturbed", data_dir, **last)
     assert undisturbed.wait(600) == 0, undisturbed.communicate()[0]
     out, rng, kills, while_writing = tmp_path / "out", random.Random(0), 0, 0
-    log = out / "log.csv"
+
+    def last_save():
+        return (out / "ckpt.pt").stat().st_mtime_ns if (out / "ckpt.pt").exists() else 0
+
     while kills < 30:
-        resumable = (out / "ckpt.pt").exists()
-        process = start(out, data_dir, init="resume" if resumable else "scratch", **settings)
-        before = log.stat().st_size if resumable else 0
+        before = last_save()
+        process = start(out, data_dir, init="resume" if before else "scratch", **settings)
         if kills % 3 == 0:  # from the start of its life, imports and all
             time.sleep(rng.uniform(0, 5))
         else:
-            while process.poll() is None and (log.stat().st_size if log.exists() else 0) <= before:
+            while process.poll() is None and last_save() in (0, before):
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.9))  # while it trains, evaluates or saves
             while kills % 3 == 2 and process.poll() is None and not any(out.glob("*.tmp")):

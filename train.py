@@ -507,7 +507,10 @@ def save(run, log):
         runlog.plot(log.folder)
         runlog.write_card(log.folder)
     except (OSError, RuntimeError, ValueError) as e:
-        log.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(e.__context__ or e)}")
+        reason = e
+        while reason.__context__ and not isinstance(reason, OSError):
+            reason = reason.__context__  # what torch and PIL raise may hide that a disk is full
+        log.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(reason)}")
         return False
     run.saved_step = run.state.step
     run.state.save_seconds = time.monotonic() - t0

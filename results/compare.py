@@ -5,8 +5,8 @@
     done
     python results/compare.py out/first/muon out/first/adamw
 
-Runs that differ in nothing but seed and out_dir are one line of the table, under the first one's
-name: medians, and the range of the losses. Both are written beside the first run, as compare.md
+Runs of one commit that differ in nothing but seed and out_dir are one line of the table, under the
+first one's name: medians, and the range of the losses. Both are written beside the first run, as compare.md
 and compare.png.
 """
 
@@ -39,9 +39,10 @@ def group_seeds(folders):
     groups = {}
     for folder in folders:
         facts, rows = load_run(folder)
-        # init and micro_batch belong to the way, not to the recipe
+        # init and micro_batch belong to the way, not to the recipe; edited code does
         ignored = ("seed", "out_dir", "init", "micro_batch")
         recipe = {name: v for name, v in facts["settings"].items() if name not in ignored}
+        recipe["commit"] = facts["commit"]
         groups.setdefault(str(sorted(recipe.items())), []).append((folder, facts, rows))
     result = {}
     for runs in groups.values():

@@ -50,6 +50,7 @@ def test_own_labels(tmp_path, data_dir, sentences, has_dev):
     assert not (tmp_path / "labelled.tmp").exists()
 
 
+@pytest.mark.slow
 def test_slips_are_one_line(tmp_path, data_dir):
     model = model_folder(tmp_path / "model", data_dir)
     other = model_folder(tmp_path / "other", data_dir, activation="relu2")

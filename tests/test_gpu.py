@@ -286,7 +286,7 @@ def test_losses_and_gradients(device, model, products, mode):
     assert_precise(answer(numerics, device, model)[products, mode], products)
 
 
-@on("cuda", "cpu")
+@on("cuda", SLOW_ON_CPU)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("queries", [128, 38, 1])
@@ -324,7 +324,7 @@ def memory(device):
     return found
 
 
-@on("cuda", "cpu")
+@on("cuda", SLOW_ON_CPU)
 def test_steps_take_no_more_memory(device):
     after_10, after_50, with_leak = answer(memory, device)
     assert after_10 == after_50 > 0
@@ -409,7 +409,7 @@ def graphs(device, data_dir, out_dir):
     return counters["stats"]["unique_graphs"], len(counters["graph_break"]), changed, noticed
 
 
-@on("cuda", "cpu")
+@on("cuda", SLOW_ON_CPU)
 def test_nothing_is_compiled_after_the_start(device, data_dir, tmp_path):
     found = answer(graphs, device, str(data_dir), str(tmp_path / "out"))
     n_graphs, breaks, changed, noticed = found
@@ -496,7 +496,7 @@ def undisturbed(data_dir, tmp_path_factory):
     return run
 
 
-@on("cuda", "cpu")
+@on("cuda", SLOW_ON_CPU)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(device, undisturbed, data_dir, tmp_path):
     """The optimisers' states are on the device again, or their step would fail."""
     out = tmp_path / "out"

@@ -580,6 +580,7 @@ def test_max_tokens_reads_what_it_needs_of_the_hub(tmp_path, begin, hub, corpus)
     assert from_hub * mean / 4 < 2 * 30000 / (1 - SMALL_DATA["val_share"])
 
 
+@pytest.mark.slow
 def test_bodies_that_break_off_are_asked_for_again(tmp_path, begin, hub, expected):
     cut = iter([False, False, True] * 4)
     hub.fault = lambda path: "cut" if path.startswith("/cdn/") and next(cut, False) else None

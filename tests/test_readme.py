@@ -31,9 +31,9 @@ TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 CODE = "".join(
     path.read_text("utf-8") for path in [*ROOT.glob("*.py"), *ROOT.glob("nanocram/*.py")]
 )
-# In the place of a program: it only notes how it was called.
+# In the place of a program: it only notes how it was called, in a file of its own.
 STUB = """#!/bin/bash
-printf '%s\\0' "${0##*/}" "$@" $'\\n' >> "$CALLS"
+printf '%s\\0' "${0##*/}" "$@" > "$CALLS.$$"
 """
 
 
@@ -57,8 +57,8 @@ def commands():
             for block in re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
                 shell = ["/bin/bash", "-c", block + "\nwait"]
                 subprocess.run(shell, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
-        calls = (Path(folder) / "calls").read_text().split("\0\n\0")[:-1]
-    return sorted({(program, tuple(args)) for program, *args in (c.split("\0") for c in calls)})
+        calls = [path.read_text().split("\0")[:-1] for path in Path(folder).glob("calls.*")]
+    return sorted({(program, tuple(args)) for program, *args in calls})
 
 
 def calls_of_scripts():

@@ -234,10 +234,10 @@ def compare_models(run, setup_seconds):
 
     how = f"{'compiled' if train.compile else 'eager'}, fused AdamW, {run.micro_batch} rows"
     print(f"\n| {how} | tokens/s | nanocram is faster by |\n| --- | ---: | ---: |")
-    for name, found in seconds.items():
-        speeds = median_and_range([batch[0].numel() / s for s in found])
-        faster = statistics.median(found) / statistics.median(seconds[ours])
-        print(f"| {name} | {speeds} | {faster:.2f} |")
+    speeds = {name: [batch[0].numel() / s for s in found] for name, found in seconds.items()}
+    for name, found in speeds.items():
+        faster = statistics.median(speeds[ours]) / statistics.median(found)
+        print(f"| {name} | {median_and_range(found)} | {faster:.2f} |")
 
 
 def main():

@@ -11,6 +11,7 @@ A figure is a median, with the range of the middle 80 % behind it.
 
 import re
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,7 +94,9 @@ def measure_speed(run):
     held_out_rows = run.rows.read(0, train.micro_batch)
     setup_seconds, _ = machine.timed(dev, train.find_micro_batch, run, held_out_rows)
     first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
-    print(f"first step   {first + setup_seconds:.1f} s, to compile and to fit in memory included")
+    print(
+        f"first step   {first + setup_seconds:.1f} s, with compiling and the search for micro_batch"
+    )
 
     # steps of about 2 s, or less, between two measurements of the yardstick
     n_micro = max(1, min(full_batch // run.micro_batch, int(2 / min(others))))
@@ -189,7 +192,7 @@ def make_rivals(config, batch, dev, amp_dtype):
     from transformers import ModernBertConfig, ModernBertForMaskedLM
 
     ids, positions, labels = batch  # (B, T), (B, K), (B, K)
-    config = replace(config, **NATIVE, head_transform=True, n_narrow=0)
+    config = replace(config, **NATIVE, head_transform=True, n_narrow=0, dropout=0.0)
     ours = MaskedLM(config).to(dev)
     summed = make_loss(ours, dev, amp_dtype)
     models = {"nanocram": ours}
@@ -241,6 +244,8 @@ def compare_models(run, setup_seconds):
 
 
 def main():
+    if bench_steps < 2:
+        sys.exit(f"bench_steps={bench_steps} gives no range: type 2 or more")
     run = new_run()
     print(
         f"machine      {machine.device_name(run.device)}, {torch.get_num_threads()} threads, "

@@ -287,8 +287,10 @@ def check_settings():
     """The names of the tasks; exits with one line for settings that cannot work."""
     if glue_schedule not in ("cosine", "linear") or glue_pooling not in ("cls", "mean"):
         sys.exit("glue_schedule is cosine or linear, glue_pooling is cls or mean")
-    if min(seeds, epochs, glue_batch, hf_batch) < 1:
-        sys.exit("seeds, epochs, glue_batch and hf_batch must be 1 or more")
+    if min(seeds, epochs, glue_batch, hf_batch) < 1 or first_seed < 0:
+        sys.exit("seeds, epochs, glue_batch and hf_batch must be 1 or more, first_seed 0 or more")
+    if glue_seq_len < 8 or not 0 <= glue_dropout < 1:
+        sys.exit("glue_seq_len must be 8 or more, glue_dropout in [0, 1): see --help")
     if baseline not in ("", "scratch") and not baseline.startswith("hf:"):
         sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
     if not Path(model).is_dir():

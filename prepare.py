@@ -5,8 +5,8 @@
     python prepare.py config/tiny.py                                   # the embedded corpus
 
 Each process takes a part, a file or several small ones, and writes its rows, shuffled, to a file in
-DATA_DIR.partial; at the end these are merged. After a kill the same command goes on, to the same
-bytes.
+DATA_DIR.partial; at the end these are merged. Rerun the command to continue after a kill; the
+output is identical.
 """
 
 import contextlib
@@ -57,15 +57,15 @@ processes = 0                         # parts read at a time; 0 = one per core; 
 
 SETTINGS = configure(globals())
 
-# The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary. With ENTRIES[i] in ours,
-# LIKE_ALBERT[i] drops as many documents: measured, see results/README.md. Between them we
-# interpolate, above them the last one holds. Smaller vocabularies have no filter: at 1,024 entries
-# the trend would drop 85 % of Wikipedia and books.
+# The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary. For a vocabulary of
+# ENTRIES[i], the ratio LIKE_ALBERT[i] drops as many documents (measured: results/README.md).
+# Between them we interpolate, above them the last one holds. Smaller vocabularies have no filter:
+# at 1,024 entries the trend would drop 85 % of Wikipedia and books.
 ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 CHUNK = 1 << 18  # rows that are shuffled in memory and written together
 SMALL = 64 << 20  # bytes of local files that make a part, where they are smaller
-MERGED = 1 << 18  # rows of train.bin that are put together at a time
+MERGED = 1 << 18  # rows of train.bin that are merged and written at a time
 COUNTS = ["read", "kept", "filtered", "held_out", "empty", "not_utf8"]
 COUNTS += ["tokens", "characters", "val_tokens", "val_characters"]
 OTHER = ("data_dir", "processes")  # settings that change no row
@@ -110,7 +110,7 @@ def make_parts(files):
 
 
 def texts_from(files, state):
-    """(text, bytes read so far) of files from a place on, which state keeps up to date.
+    """Yield (text, bytes read so far), from the place in state on, which is updated.
 
     Where a file cannot be read to its end, state["error"] says why, and nothing more comes."""
     while state["file"] < len(files):
@@ -139,7 +139,7 @@ def is_held_out(text):
 
 
 def filter_threshold():
-    """Tokens for each character from which on a document is dropped; 0 where none is."""
+    """Documents with at least so many tokens per character are dropped; 0: none is."""
     if filter_ratio >= 0:
         return filter_ratio
     if vocab_size < ENTRIES[0] or normalisation not in LIKE_ALBERT:
@@ -147,14 +147,16 @@ def filter_threshold():
     return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
 
-def make_vocabulary(parts, folder):
-    """Train it on parts, one of each source; exit where the settings do not suit the text."""
+def make_vocabulary(files, folder):
+    """Train it on the start of each source; exit where the settings do not suit the text.
+
+    files: for each source [[path, bytes], ...]."""
     print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
     sample = []
-    for files in parts:
-        left = vocab_sample_mb * 1e6 / len(parts)
+    for of_source in files:
+        left = vocab_sample_mb * 1e6 / len(files)
         state = {"file": 0, "document": 0}
-        for text, _ in texts_from(files, state):
+        for text, _ in texts_from(of_source, state):
             sample.append(text)
             left -= len(text)
             if left <= 0:
@@ -201,11 +203,11 @@ def check_filter(texts, path):
 
 
 def begin_process(settings, shared, told):
-    """Set up a new process: it knows the settings' defaults only, and ends with its parent."""
+    """Set up a new process: give it the settings, and let it end with its parent."""
     globals().update(settings, progress=shared)
     sources.told = told
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # it may be killed
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a kill loses no line
 
     def end_with_parent():
         multiprocessing.parent_process().join()
@@ -230,7 +232,7 @@ def new_processes(n, n_parts=0):
         yield pool, shared
     except BrokenProcessPool:
         advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
-        sys.exit(f"a process was ended, perhaps for want of memory: {advice}")
+        sys.exit(f"a worker process was killed, probably out of memory: {advice}")
     finally:
         for child in multiprocessing.active_children():
             child.kill()
@@ -366,7 +368,9 @@ def process_parts(parts, folder):
 
 
 def merge(states, folder, path):
-    """Write train.bin: draw from which chunk the next row comes; chunks are shuffled already."""
+    """Write train.bin: each next row is the next one of a randomly drawn chunk.
+
+    The chunks are shuffled already."""
     pieces, counts = [], []  # [file, place in it], rows by their number of full stops
     for number, state in enumerate(states):
         place = 0
@@ -439,8 +443,9 @@ def finish(states, folder, goal, settings):
 
 
 def differences(have, wanted):
-    names = [name for name in have | wanted if have.get(name) != wanted.get(name)]
-    return ", ".join(f"{name}={have.get(name)!r:.60}" for name in names)
+    """The settings that both have, and that differ; one that a fork has added is not looked at."""
+    names = [name for name in have if name in wanted and have[name] != wanted[name]]
+    return ", ".join(f"{name}={have[name]!r:.60}" for name in names)
 
 
 def begin_folder(folder, settings, files):
@@ -476,11 +481,14 @@ def check_settings():
         "order": ("shuffle", "curriculum"),
         "vocab_size": range(260, 65537),
         "seq_len": range(8, 65537),
+        "val_tokens": range(seq_len, 10**9),
         "max_tokens": range(10**15),
     }
     for name, values in allowed.items():
         if globals()[name] not in values:
-            sys.exit(f"{name}={globals()[name]} cannot work: it must be in {values}")
+            is_range = isinstance(values, range)
+            what = f"{values[0]} to {values[-1]}" if is_range else " or ".join(values)
+            sys.exit(f"{name}={globals()[name]} cannot work: type {what}")
     if not 0 < val_share <= 0.5:
         sys.exit(f"val_share={val_share} cannot work: it must be above 0, and 0.5 at most")
 
@@ -505,8 +513,8 @@ def main():
     begin = time.perf_counter()
     check_settings()
     files = find_files()
-    if max_tokens and all(files.values()):
-        print("note: max_tokens is for the Hub's text: files of your own are read whole")
+    if max_tokens and list(files.values()).count([]) > 1:
+        sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
     settings = {name: globals()[name] for name in SETTINGS if name not in OTHER}
     goal = Path(data_dir).resolve()  # what a link names
     folder = goal.with_name(f"{goal.name}.partial")
@@ -524,9 +532,8 @@ def main():
         sys.exit(f"{data_dir} is not a new or an empty folder: choose another --data_dir")
     begin_folder(folder, settings, files)
     if not (folder / "tokenizer.json").exists():
-        firsts = [make_parts({name: found})[0] for name, found in files.items()]
         with new_processes(1) as (pool, _):  # its memory ends with it, and its readers
-            pool.submit(make_vocabulary, firsts, folder).result()
+            pool.submit(make_vocabulary, list(files.values()), folder).result()
     states = process_parts(make_parts(files), folder)
     print("merging")
     count = finish(states, folder, goal, wanted)

@@ -430,6 +430,9 @@ def find_micro_batch(run, held_out_rows):
                 )
             divisors = [n for n in range(1, run.micro_batch) if run.micro_batch % n == 0]
             run.micro_batch = divisors[-1]
+            print(
+                f"micro_batch={run.micro_batch}, since a larger one ran out of memory", flush=True
+            )
         held_out_sets = held_out(held_out_rows, run.micro_batch)
         oom = False
         try:
@@ -454,7 +457,6 @@ def find_micro_batch(run, held_out_rows):
         _, oom, stop = parallel.agree(0.0, oom, signals.stop)
         if stop or not oom:
             return held_out_sets
-        print(f"out of memory with micro_batch={run.micro_batch}: trying a smaller one", flush=True)
         state.oom_micro_batch = run.micro_batch
         torch.compiler.reset()  # drop the graphs of the larger size
 

@@ -62,7 +62,7 @@ def load(run, path, optimizer_name):
 def check_config(run, ckpt, path, optimizer_name):
     """Exit if the checkpoint is of another model, optimiser or data set."""
     ours = asdict(run.model.config) | {"optimizer": optimizer_name}
-    # A switch of a fork that is newer than the checkpoint was at its default.
+    # a field added after the checkpoint was written had its default then
     defaults = {f.name: f.default for f in fields(run.model.config) if f.default is not MISSING}
     theirs = defaults | ckpt["config"] | {"optimizer": ckpt["optimizer"]}
     flags = [f"--{name}={theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]]

@@ -53,7 +53,7 @@ class Rows:
     def read(self, start, n):
         """n rows from start on, int64 (n, seq_len); behind the last row comes the first again.
 
-        No memory map: where a disk fails, that ends the process without a word."""
+        No memory map: a failing disk would kill the process without a message."""
         parts = []
         end = start + n
         while start < end:
@@ -164,7 +164,7 @@ def batches_by_length(length, size, seed):
     """One epoch: row numbers in batches of similar length, in random order; a rest is dropped.
 
     Rows are shuffled, then sorted in pools of at most 64 batches, in about 8 pools or more, so that
-    a row changes its company."""
+    a row meets other rows in each epoch."""
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(length))
     if len(rows) > size:

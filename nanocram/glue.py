@@ -162,7 +162,7 @@ def score(name, labels, outputs):
 
 
 def key(run):
-    """What a run was of. Its name tells the weights and the settings that are not the paper's."""
+    """What identifies a run; its name tells the weights and the settings that are not the paper's."""
     return run["name"], run["task"], run["seed"], str(run["rows"])
 
 
@@ -216,7 +216,7 @@ def median(runs, metric):
 
 
 def shortcomings(runs):
-    """What lacks in the runs of a task, line by line: a * in the table."""
+    """Why a task has a * in the table, line by line: missing rows, diverged seeds."""
     task = TASKS[runs[0]["task"]]
     notes = []
     for split, n in runs[0]["rows"].items():

@@ -98,7 +98,12 @@ class Log:
         self.bar = None  # from the first step on
         self.has_forecast = False
         self.wandb = None
-        self.sentences = sentences(settings["samples"])
+        longest = run.model.config.max_seq_len - 2  # [CLS] and [SEP]
+        self.sentences = [
+            sentence
+            for sentence in sentences(settings["samples"])
+            if len(run.tokenizer.encode(sentence)) <= longest
+        ]
         self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         self.n_params = sum(p.numel() for p in run.model.parameters())
         if self.silent:
@@ -354,7 +359,7 @@ def write_card(folder, glue_table=()):
     path = folder / "README.md"
     evaluations = [row for row in read_log(folder) if "val_loss_15" in row]
     is_ours = not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN)
-    if not evaluations or not is_ours:
+    if not evaluations or not read_facts(folder) or not is_ours:
         return
     is_native = json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"
     front = "library_name: transformers\npipeline_tag: fill-mask"

@@ -17,8 +17,15 @@ from types import SimpleNamespace
 
 from nanocram import safety
 
-KINDS = {".txt": "text", ".log": "text", ".jsonl": "json", ".json": "json"}
-KINDS |= {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+KINDS = {
+    ".txt": "text",
+    ".log": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
 HUB = "hf://"  # how the address of a Hub file begins
 BLOCK = 16 << 20  # bytes of a Hub file in one request; the next one comes while one is read
 PATIENCE = 3600.0  # seconds without an answer after which the Hub is given up
@@ -165,7 +172,7 @@ def read_texts(file, path, column, by_line=False):
 
 
 def split_documents(file, by_line=False):
-    """One ends at a blank line or, by_line, with each line, or where it has MAX_DOCUMENT."""
+    """Documents end at a blank line, or at each line if by_line, or at MAX_DOCUMENT characters."""
     document, size = [], 0
     for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
         document.append(line)
@@ -214,7 +221,7 @@ def parquet_texts(file, column):
 
 
 def checked(text, column):
-    """text, a str or None, whole: half an emoji, which no UTF-8 can hold, becomes U+FFFD."""
+    """text with U+FFFD for lone surrogates, which UTF-8 cannot hold; ValueError if it is none."""
     if not isinstance(text, str | None):
         raise ValueError(f"{column!r} holds {text!r:.40}, no text: type --text_column=NAME")
     if text and not text.isascii():

@@ -26,7 +26,6 @@ UPDATE_LAUNCHES = {"bfloat16": 364, "float16": 764}
 PEAK_GIB = {"bfloat16": {128: 7.2, 256: 12.6}, "float16": {128: 7.8, 256: 14.0}}  # by rows
 FLOP = 601e6  # of the model a token, for MFU
 PARAMETERS = 119_595_776
-MUON_PARAMETERS = 94_371_840  # of them in blocks' matrices
 LAUNCH_SECONDS = 2e-6  # that a kernel costs a card beside its work, its queue being full (assumed)
 
 # Fine-tuning, eager: eight tasks, five epochs, five seeds side by side, steps of 16 rows.
@@ -77,11 +76,11 @@ def step_seconds(card, rows):
     tokens = 128 * micro_batch(card)
     one = seconds(card, tokens * PRODUCTS, tokens * MOVED[dtype] + SUMMED, LAUNCHES)
     rounds = math.ceil(rows / micro_batch(card) / n)  # in the last one some may idle
-    update = seconds(card, UPDATE_PRODUCTS / n, UPDATE_MOVED, UPDATE_LAUNCHES[dtype])
+    update = seconds(card, UPDATE_PRODUCTS, UPDATE_MOVED, UPDATE_LAUNCHES[dtype])
     if n > 1:
-        # Gradients in 4 bytes and updates of Muon's matrices in 2 go into a buffer, over the link
-        # and back: of a sum over n cards a link carries 2 (n - 1) / n.
-        summed = 4 * PARAMETERS + 2 * MUON_PARAMETERS
+        # Gradients in 4 bytes go into a buffer, over the link and back: of a sum over n cards a
+        # link carries 2 (n - 1) / n.
+        summed = 4 * PARAMETERS
         update += 2 * (n - 1) / n * summed / (1e9 * link) + seconds(card, 0, 4 * summed, 0)
     return rounds * one + update
 

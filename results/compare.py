@@ -5,9 +5,9 @@
     done
     python results/compare.py out/first/muon out/first/adamw
 
-Runs of one commit that differ in nothing but seed and out_dir are one line of the table, under the
-first one's name: medians, and the range of the losses. Both are written beside the first run, as compare.md
-and compare.png.
+Runs that differ in nothing but seed and out_dir are one line of the table, under the first one's
+name: medians, and the range of the losses. Runs of equal seed, of edited code, have a line each.
+Both are written beside the first run, as compare.md and compare.png.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from nanocram import runlog, safety
 LOSS = "val_loss_15"  # what is compared
 HEADING = (
     "| run | parameters | tokens/s | steps | tokens "
-    "| held-out loss at 15 % masked | at 25 % | sooner at a loss than the first by |"
+    "| held-out loss at 15 % masked | at 25 % | times sooner than the first |"
 )
 
 
@@ -39,11 +39,15 @@ def group_seeds(folders):
     groups = {}
     for folder in folders:
         facts, rows = load_run(folder)
-        # init and micro_batch belong to the way, not to the recipe; edited code does
+        # init and micro_batch belong to the way, not to the recipe
         ignored = ("seed", "out_dir", "init", "micro_batch")
         recipe = {name: v for name, v in facts["settings"].items() if name not in ignored}
-        recipe["commit"] = facts["commit"]
-        groups.setdefault(str(sorted(recipe.items())), []).append((folder, facts, rows))
+        recipe = str(sorted(recipe.items())) + facts["device"]
+        # equal seeds are of edited code: a line each
+        seeds = [other["settings"]["seed"] for _, other, _ in groups.get(recipe, [])]
+        if facts["settings"]["seed"] in seeds:
+            recipe += folder
+        groups.setdefault(recipe, []).append((folder, facts, rows))
     result = {}
     for runs in groups.values():
         name = runs[0][0] + (f", {len(runs)} seeds" if len(runs) > 1 else "")

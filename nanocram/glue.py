@@ -162,7 +162,7 @@ def score(name, labels, outputs):
 
 
 def key(run):
-    """What identifies a run; its name tells the weights and the settings that are not the paper's."""
+    """What identifies a run; its name tells weights and settings that are not the paper's."""
     return run["name"], run["task"], run["seed"], str(run["rows"])
 
 

@@ -1,10 +1,8 @@
 """A small stand-in of the Hub's HTTP API, for tests: listings, ranges, redirects, faults."""
 
-import contextlib
 import hashlib
 import json
 import re
-import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -16,55 +14,23 @@ class StandIn:
     """Serves root/datasets/OWNER/NAME and root/models/OWNER/NAME on a port of 127.0.0.1.
 
     fault(path), where set, is asked at each request: a status to answer, "cut" to break the body
-    off half-way, or None. A file .gated in a repository closes it."""
+    off half-way, "nothing" to close the line, or None. A file .gated in a repository closes it."""
 
     def __init__(self, root):
         self.root = root
         self.fault = None
         self.requests = []  # paths
-        self.port = 0
-        self.start()
-
-    @property
-    def address(self):
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self):
-        """Serve, after a stop() on the same port."""
-        stand_in = self
-
-        class Handler(Answer):
-            hub = stand_in
-
-        self.server = Server(("127.0.0.1", self.port), Handler)
+        self.server = Server(("127.0.0.1", 0), type("Bound", (Answer,), {"hub": self}))
         self.port = self.server.server_port
+        self.address = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self):
-        """End, with the answers that are under way."""
         self.server.shutdown()
         self.server.server_close()
-        for connection in list(self.server.connections):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-
-    def __init__(self, *args):
-        self.connections = set()
-        super().__init__(*args)
-
-    def process_request(self, connection, address):
-        self.connections.add(connection)
-        super().process_request(connection, address)
-
-    def shutdown_request(self, connection):
-        self.connections.discard(connection)
-        super().shutdown_request(connection)
-
     def handle_error(self, connection, address):
         pass  # a client that was killed
 
@@ -80,8 +46,8 @@ class Answer(BaseHTTPRequestHandler):
         if not isinstance(body, bytes):
             body = json.dumps(body).encode()
         self.send_response(code)
-        length = headers.pop("length", len(body))
-        for name, value in {"Content-Length": length, "X-Repo-Commit": SHA, **headers}.items():
+        headers = {"Content-Length": len(body), "X-Repo-Commit": SHA, **headers}
+        for name, value in headers.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
         if self.command != "HEAD":
@@ -103,6 +69,9 @@ class Answer(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(path)
         fault = self.hub.fault(path) if self.hub.fault else None
+        if fault == "nothing":
+            self.close_connection = True
+            return None
         if isinstance(fault, int):
             return self.send(fault, {"error": "fault"})
         file = re.fullmatch(r"/(?:datasets/|)([^/]+/[^/]+)/resolve/[^/]+/(.+)", path)

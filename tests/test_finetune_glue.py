@@ -2,31 +2,30 @@
 
 import contextlib
 import io
-import itertools
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import transformers
 from conftest import ROOT, last_line, model_config
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
+from hub import StandIn
 
 import finetune_glue as ft
 from model import MaskedLM
 from nanocram import glue
 from nanocram.data import Ragged, batches_by_length
 from nanocram.model_folder import load, save
-from nanocram.settings import configure
 
 SIZES = dict(vocab_size=600, n_layer=2, n_head=2, n_embd=32, n_inner=48, max_seq_len=128)
 QUICK = {"seeds": 2, "epochs": 2, "glue_batch": 8, "dtype": "float32", "device": "cpu"}
@@ -77,9 +76,9 @@ def scores(model):
     return {(run["task"], run["seed"]): run["scores"] for run in first}
 
 
-# 17 and 25 leave an even number for two texts. Versions of tokenizers differ in whose an odd token
+# 17 leaves an even number for two texts. Versions of tokenizers differ in whose an odd token
 # is: the first text's here and since 0.23.3, the second's in 0.23.2.
-@pytest.mark.parametrize("limit", [17, 25, 128])
+@pytest.mark.parametrize("limit", [17, 128])
 def test_inputs_are_those_of_transformers(model, settings, sentences, limit):
     settings.setattr(ft, "glue_seq_len", limit)
     others = [text * (1 + i % 3) for i, text in enumerate(reversed(sentences))]
@@ -92,81 +91,28 @@ def test_inputs_are_those_of_transformers(model, settings, sentences, limit):
         assert [first for _, first in found] == [t.count(0) for t in wanted["token_type_ids"]]
 
 
-@hypothesis_settings(deadline=None)
-@given(
-    st.lists(st.integers(3, 128), min_size=1, max_size=300),
-    st.sampled_from([1, 8, 16]),
-    st.integers(0, 9),
-)
-def test_an_epoch_takes_every_row_once_in_batches_of_like_length(lengths, size, seed):
-    length = np.array(lengths)
-    epoch = batches_by_length(length, size, (seed, 0))
+def test_an_epoch_takes_every_row_once_in_batches_of_like_length():
+    length = np.random.default_rng(0).integers(3, 128, 803)
+    epoch = batches_by_length(length, 16, (0, 0))
     rows = np.concatenate(epoch)
-    assert len(set(rows.tolist())) == len(rows) == (len(length) // size * size or len(length))
-    assert all(len(batch) == min(size, len(length)) for batch in epoch)
-    pools = -(-len(epoch) // min(64, max(1, len(epoch) // 8)))
-    # sorted within each pool
-    assert sum(np.ptp(length[batch]) for batch in epoch) <= np.ptp(length) * pools
-
-
-def test_rows_change_their_company_and_batches_come_in_random_order():
-    length = np.arange(3, 131).repeat(10)
-    widths = [length[batch].max() for batch in batches_by_length(length, 16, (0, 0))]
-    assert abs(np.corrcoef(np.arange(len(widths)), widths)[0, 1]) < 0.3
-    pairs = []  # that share a batch, of two epochs
-    for epoch in range(2):
-        batches = batches_by_length(np.arange(3, 643), 16, (0, epoch))
-        pairs.append({p for b in batches for p in itertools.combinations(sorted(b.tolist()), 2)})
-    assert len(pairs[0] & pairs[1]) < 0.5 * len(pairs[0])
-
-
-def test_batches_are_padded_as_transformers_pads_them(model, settings, sentences):
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    texts = [(a, b) for a, b in zip(sentences, reversed(sentences), strict=True)]
-    rows = list(ft.Ours(model, False).encode(texts))
-    arrays = {
-        "ids": np.concatenate([ids for ids, _ in rows]),
-        "length": np.array([len(ids) for ids, _ in rows]),
-        "first": np.array([first for _, first in rows]),
-        "labels": np.arange(float(len(rows))),
-    }
-    data = Ragged(arrays, 0, True, CPU)
-    options = {"padding": True, "pad_to_multiple_of": 8, "truncation": True, "max_length": 128}
-    options |= {"return_token_type_ids": True, "return_tensors": "pt"}
-    for batch in batches_by_length(data.length, 16, (0, 0)):
-        wanted = tokenizer([texts[i][0] for i in batch], [texts[i][1] for i in batch], **options)
-        (ids, mask, types_), labels = data.batch(batch)
-        assert torch.equal(labels, torch.from_numpy(batch).float())
-        assert torch.equal(ids, wanted["input_ids"])
-        assert torch.equal(types_, wanted["token_type_ids"])
-        mask = torch.ones_like(ids) if mask is None else mask
-        assert torch.equal(mask.long(), wanted["attention_mask"])
-
-
-@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("kind", ["cosine", "linear"])
-def test_the_learning_rate_is_that_of_transformers(settings, kind, warmup):
-    settings.setattr(ft, "glue_warmup", warmup)
-    settings.setattr(ft, "glue_schedule", kind)
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 1.0)
-    schedule = transformers.get_scheduler(kind, optimizer, int(warmup * 57), 57)
-    for step in range(57):
-        assert ft.lr_scale(step, 57) == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
-        optimizer.step()
-        schedule.step()
+    assert len(set(rows.tolist())) == len(rows) == 800
+    assert {len(batch) for batch in epoch} == {16}
+    assert np.mean([np.ptp(length[batch]) for batch in epoch]) < 30
 
 
 @pytest.mark.parametrize(
-    ("task", "n_outputs", "pooling", "decay"), [("stsb", 1, "cls", 0.0), ("mnli", 3, "mean", 30.0)]
+    ("task", "n_outputs", "pooling", "decay", "kind"),
+    [("stsb", 1, "cls", 0.0, "cosine"), ("mnli", 3, "mean", 30.0, "linear")],
 )
 def test_training_equals_a_plain_loop_around_transformers(
-    model, settings, tmp_path, task, n_outputs, pooling, decay
+    model, settings, tmp_path, task, n_outputs, pooling, decay, kind
 ):
     """Same batches, weights and settings: the library's loop has the same outputs at the end."""
     settings.setattr(ft, "glue_dropout", 0.0)
     settings.setattr(ft, "glue_lr", 1e-3)
     settings.setattr(ft, "glue_pooling", pooling)
     settings.setattr(ft, "glue_weight_decay", decay)
+    settings.setattr(ft, "glue_schedule", kind)
     candidate = ft.Ours(model, False)
     data = Ragged(ft.tokenised(candidate, task, "train"), candidate.pad, False, CPU)
     torch.manual_seed(5)
@@ -182,40 +128,36 @@ def test_training_equals_a_plain_loop_around_transformers(
         groups["norm" in name or "bias" in name]["params"].append(p)
     optimizer = torch.optim.AdamW(groups, 1e-3, (0.9, 0.98), 1e-6, weight_decay=decay)
     steps = [rows for epoch in range(2) for rows in batches_by_length(data.length, 8, (3, epoch))]
-    schedule = transformers.get_cosine_schedule_with_warmup(
-        optimizer, int(0.1 * len(steps)), len(steps)
-    )
+    schedule = transformers.get_scheduler(kind, optimizer, int(0.1 * len(steps)), len(steps))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
+    texts, numbers = glue.read(task, "train", ft.glue_dir)
     losses = []
     for rows in steps:
-        (ids, mask, _), labels = data.batch(rows)
-        mask = torch.ones_like(ids) if mask is None else mask
-        labels = labels[:, None] if n_outputs == 1 else labels
-        loss = theirs(input_ids=ids, attention_mask=mask, labels=labels).loss
+        columns = zip(*(texts[i] for i in rows), strict=True)
+        inputs = tokenizer(*map(list, columns), **options)
+        labels = torch.from_numpy(numbers[rows])
+        labels = labels.float()[:, None] if n_outputs == 1 else labels
+        loss = theirs(**inputs, labels=labels).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     after = ft.predict(net, data, torch.float32)
-    ids, mask, _ = data.batch(np.arange(len(data.length)))[0]
     with torch.no_grad():
-        wanted = theirs.eval()(input_ids=ids, attention_mask=mask).logits.numpy()
+        inputs = tokenizer(*map(list, zip(*texts, strict=True)), **options)
+        wanted = theirs.eval()(**inputs).logits.numpy()
     assert np.abs(after - wanted).max() < 1e-3 < 1e-2 < np.abs(after - before).max()
     assert len(steps) == 10
     assert train_loss == pytest.approx(np.mean(losses[5:]), rel=1e-3)
 
 
-def test_fresh_weights_differ_by_seed_and_pre_training_is_loaded(model, settings):
-    def weights(scratch, seed):
-        torch.manual_seed(seed)
-        net = ft.Ours(model, scratch).build(2)
-        return net.model.layers[0].attn.Wq.weight, net.classifier.weight
-
+def test_pre_training_is_loaded_unless_from_scratch(model, settings):
     pretrained = load(model).model.layers[0].attn.Wq.weight
     for scratch in (False, True):
-        (a, ca), (b, cb), (c, cc) = (weights(scratch, seed) for seed in (0, 0, 1))
-        assert torch.equal(a, b) and torch.equal(ca, cb) and not torch.equal(ca, cc)
-        assert torch.equal(a, pretrained) is not scratch and torch.equal(a, c) is not scratch
+        weight = ft.Ours(model, scratch).build(2).model.layers[0].attn.Wq.weight
+        assert torch.equal(weight, pretrained) is not scratch
 
 
 def test_dropout_is_on_in_training_alone(model, settings):
@@ -224,8 +166,6 @@ def test_dropout_is_on_in_training_alone(model, settings):
     assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
     assert {layer.attn.dropout for layer in net.model.layers} == {0.1}
     data = Ragged(ft.tokenised(candidate, "rte", "dev"), 0, False, CPU)
-    outputs = [ft.predict(net.train(), data, torch.float32) for _ in range(2)]
-    assert np.array_equal(*outputs)
     ft.fine_tune(candidate, net.eval(), data, 0, torch.float32)
     assert net.training
 
@@ -254,18 +194,16 @@ def test_a_run_leaves_a_table_and_every_score(finished):
         assert f"{np.median(values):.1f}*" in page
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_goes_on_where_it_stopped(finished, model, glue_files, how):
+def test_a_killed_run_goes_on_where_it_stopped(finished, model, glue_files):
     wanted = QUICK | {"glue_dir": glue_files[0], "model": model, "tasks": "cola,stsb", "seeds": 20}
     flags = [f"--{name}={value}" for name, value in wanted.items()]
     command = [sys.executable, str(ROOT / "finetune_glue.py"), *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while process.poll() is None and not (model / "glue.jsonl").exists():
         time.sleep(0.01)
-    process.send_signal(how)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == (1 if how == signal.SIGTERM else -how)
-    assert "Traceback" not in printed
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
     before = scores(model)
     assert 1 <= len(before) < 40
     n_done = len([job for job in before if job[1] < 2])
@@ -306,7 +244,6 @@ def test_a_seed_that_diverges_does_not_end_the_rest(model, settings, monkeypatch
     assert scores(model)["stsb", 0] == {} and scores(model)["stsb", 1]
     for line in (model / "glue.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)  # no NaN, which is no JSON
-    assert "2 of 2 fine-tunings are in" in run(model, glue_files, tasks="stsb").stdout
 
 
 def test_both_baselines_land_in_the_same_table(finished, tmp_path, glue_files):
@@ -316,8 +253,6 @@ def test_both_baselines_land_in_the_same_table(finished, tmp_path, glue_files):
     name = f"hf:{finished[0]}"
     theirs = run(folder, glue_files, baseline=name, tasks="stsb", hf_batch=8)
     assert theirs.returncode == 0 and "batch 8, AdamW 2e-05" in theirs.stdout, theirs.stdout
-    again = run(folder, glue_files, baseline=name, tasks="stsb", hf_batch=8)
-    assert "2 of 2 fine-tunings are in" in again.stdout
     page = (folder / "glue.md").read_text()
     assert "| model without pre-training, float32, epochs=2" in page and "hf_batch=8" in page
     assert len({run["name"] for run in glue.read_runs(folder).values()}) == 3
@@ -325,11 +260,8 @@ def test_both_baselines_land_in_the_same_table(finished, tmp_path, glue_files):
 
 def encoder(kind, folder, data_dir):
     """A small random encoder of transformers, with our tokenizer."""
-    if kind == "DistilBert":
-        sizes = {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 48}
-    else:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        sizes["intermediate_size"] = 48
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes["intermediate_size"] = 48
     config = getattr(transformers, f"{kind}Config")(vocab_size=600, pad_token_id=0, **sizes)
     getattr(transformers, f"{kind}Model")(config).save_pretrained(folder)
     roles = json.loads((data_dir / "tokenizer_config.json").read_text())
@@ -340,9 +272,9 @@ def encoder(kind, folder, data_dir):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["Bert", "Roberta", "DistilBert"])
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
 def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir, sentences):
-    """Token types only where the model has them; what is incomplete is refused."""
+    """Token types only where the model has them."""
     folder = encoder(kind, tmp_path, data_dir)
     candidate = ft.HuggingFace(str(folder))
     assert candidate.two_types == (kind == "Bert") and (candidate.batch, candidate.lr) == (32, 2e-5)
@@ -358,13 +290,6 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir, sent
     ft.fine_tune(candidate, net, data, 0, torch.float32)
     after = ft.predict(net, data, torch.float32)
     assert before.shape == (40, 3) and not np.allclose(before, after, atol=1e-4)
-    assert candidate.weights == ft.HuggingFace(str(folder)).weights
-
-    config = folder / "config.json"
-    wide = "dim" if kind == "DistilBert" else "hidden_size"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {wide: 64}))
-    with pytest.raises(SystemExit, match="is incomplete"):
-        ft.HuggingFace(str(folder))
 
 
 def test_all_tasks_at_once(model, glue_files):
@@ -380,35 +305,69 @@ def test_all_tasks_at_once(model, glue_files):
     [
         ({"tasks": "cola,sts-b"}, "sts-b"),
         ({"glue_dir": "nowhere"}, "nowhere/CoLA/train.tsv"),
-        ({"baseline": "random"}, "--baseline"),
         ({"baseline": "hf:nowhere"}, "nowhere"),
-        ({"model": Path("nowhere")}, "nowhere"),
-        ({"seeds": 0}, "seeds"),
-        ({"glue_schedule": "step"}, "glue_schedule"),
-        ({"glue_pooling": "max"}, "glue_pooling"),
-        ({"dtype": "int8"}, "dtype"),
         ({"glue_seq_len": 136}, "--glue_seq_len=128"),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_line(model, glue_files, flags, named):
     before = sorted(model.iterdir())
-    done = run(**{"model": model, "glue_files": glue_files} | flags)
+    done = run(model, glue_files, **flags)
     assert done.returncode == 1 and named in last_line(done), done.stdout
     assert sorted(model.iterdir()) == before
 
 
-def test_a_folder_that_is_no_model_is_one_line(model, glue_files):
-    (model / "config.json").write_text("{}")
-    done = run(model, glue_files)
-    assert done.returncode == 1 and last_line(done).startswith(str(model))
+# GLUE and a model of others from a stand-in of the Hub
+
+HUB_TASKS = ("rte", "mnli", "stsb")
 
 
-def test_izsak_is_fine_tuned_as_the_papers_authors_do():
-    """Their GLUE.yaml, with which they score this recipe; the others have the protocol."""
-    izsak = {"epochs": 10, "glue_batch": 32, "glue_lr": 2e-5, "glue_warmup": 0.06}
-    izsak |= {"glue_schedule": "linear", "glue_weight_decay": 0.1}
-    for name, theirs in (("izsak", izsak), ("bert", {}), ("crammed", {})):
-        space = dict(vars(ft))
-        configure(space, [str(ROOT / f"config/{name}.py")])
-        changed = {key: space[key] for key in ft.SETTINGS if space[key] != ft.SETTINGS[key]}
-        assert changed == theirs
+def put_glue(folder, glue_dir):
+    """The rows of official files as nyu-mll/glue has them: parquet, a config for each task."""
+    page = ["---", "configs:"]
+    for name in HUB_TASKS:
+        task = glue.TASKS[name]
+        page += [f"- config_name: {name}", "  data_files:"]
+        (folder / name).mkdir(parents=True)
+        for split in task.rows:
+            texts, labels = glue.read(name, split, glue_dir)
+            columns = list(zip(*texts, strict=True))
+            names = ("premise", "hypothesis") if name == "mnli" else ("sentence1", "sentence2")
+            table = dict(zip(names, columns, strict=True))
+            table = pyarrow.table(table | {"label": labels, "idx": range(len(labels))})
+            there = split.replace("dev", "validation")
+            pyarrow.parquet.write_table(table, folder / name / f"{there}-00000-of-00001.parquet")
+            page += [f"  - split: {there}", f"    path: {name}/{there}-*"]
+    (folder / "README.md").write_text("\n".join([*page, "---", ""]))
+
+
+@pytest.mark.slow
+def test_glue_and_a_model_from_the_hub_are_those_of_folders(tmp_path, data_dir, glue_files):
+    """Equal weights and equal scores."""
+    put_glue(tmp_path / "hub/datasets/nyu-mll/glue", glue_files[0])
+    theirs = tmp_path / "hub/models/some/encoder"
+    theirs.mkdir(parents=True)
+    encoder("Bert", theirs, data_dir)
+    stand_in = StandIn(tmp_path / "hub")
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": stand_in.address}
+
+    def scores_of(folder, baseline, glue_dir):
+        model_folder(folder, data_dir)
+        values = QUICK | {"model": folder, "baseline": baseline, "glue_dir": glue_dir}
+        values |= {"tasks": ",".join(HUB_TASKS), "seeds": 1, "hf_batch": 8}
+        flags = [f"--{name}={value}" for name, value in values.items()]
+        command = [sys.executable, ROOT / "finetune_glue.py", *flags]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, env=environment, timeout=300, **pipe)
+        assert done.returncode == 0, done.stdout
+        runs = glue.read_runs(folder).values()
+        return [(run["task"], run["weights"], run["scores"]) for run in runs]
+
+    try:
+        streamed = scores_of(tmp_path / "model", "hf:some/encoder", "")
+        asked = " ".join(stand_in.requests)
+    finally:
+        stand_in.stop()
+    assert re.search("some/encoder.*model.safetensors", asked) and "nyu-mll/glue" in asked
+    local = scores_of(tmp_path / "other", f"hf:{theirs}", glue_files[0])
+    assert len(streamed) == len(HUB_TASKS) and streamed == local

@@ -1,27 +1,16 @@
-"""GLUE's metrics beside their definitions, its files with their traps, its table and store."""
+"""GLUE's metrics beside scikit-learn's, its files with their traps, its table and store."""
 
-import csv
 import gzip
 import json
-import math
 import multiprocessing
 import warnings
 
-import datasets
 import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
-from conftest import ROOT
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from nanocram import glue
-
-OFFICIAL = ROOT.parent / "shared/data/glue"
-needs_glue = pytest.mark.skipif(
-    not OFFICIAL.exists(), reason="the official GLUE files are not part of the project"
-)
 
 
 def found(name, labels, answers):
@@ -35,33 +24,16 @@ def found(name, labels, answers):
     return scores
 
 
-classes = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=2, max_size=60)
-
-
-@settings(deadline=None)
-@given(classes)
-@example([(1, 1), (1, 1)])
-@example([(0, 0), (0, 0)])
-@example([(0, 1), (0, 1)])
-def test_metrics_of_classes_are_their_definitions(pairs):
-    tp, tn, fp, fn = (pairs.count(pair) for pair in ((1, 1), (0, 0), (0, 1), (1, 0)))
-    accuracy = 100 * (tp + tn) / len(pairs)
-    f1 = 200 * tp / (2 * tp + fp + fn) if tp else 0.0
-    square = (tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)
-    matthews = 100 * (tp * tn - fp * fn) / math.sqrt(square) if square else 0.0
-    both = zip(*pairs, strict=True)
-    labels, answers = map(list, both)
-    assert found("mrpc", labels, answers) == pytest.approx({"f1": f1, "accuracy": accuracy})
-    assert found("cola", labels, answers) == pytest.approx({"matthews": matthews})
-
-
 def test_metrics_are_scikit_learns_and_scipys():
     rng = np.random.default_rng(0)
-    labels, answers = rng.integers(0, 2, (2, 400_000))  # MCC's four sums multiply to 10^21
-    mrpc = found("mrpc", labels, answers)
-    assert mrpc["f1"] == pytest.approx(100 * sklearn.metrics.f1_score(labels, answers))
-    matthews = sklearn.metrics.matthews_corrcoef(labels, answers)
-    assert found("cola", labels, answers)["matthews"] == pytest.approx(100 * matthews, rel=1e-6)
+    many = rng.integers(0, 2, (2, 400_000))  # MCC's four sums multiply to 10^21
+    for labels, answers in (many, ([0, 1], [0, 0]), ([0, 1], [1, 1]), ([0, 0], [1, 1])):
+        mrpc = found("mrpc", labels, answers)
+        f1 = sklearn.metrics.f1_score(labels, answers, zero_division=0)
+        accuracy = sklearn.metrics.accuracy_score(labels, answers)
+        assert mrpc == pytest.approx({"f1": 100 * f1, "accuracy": 100 * accuracy})
+        matthews = 100 * sklearn.metrics.matthews_corrcoef(labels, answers)
+        assert found("cola", labels, answers)["matthews"] == pytest.approx(matthews, rel=1e-6)
     scores, predicted = rng.normal(size=(2, 1000)).round(1)
     stsb = found("stsb", scores, predicted)
     assert stsb["pearson"] == pytest.approx(100 * np.corrcoef(scores, predicted)[0, 1])
@@ -90,7 +62,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("end", "packed"), [("\n", False), ("\r\n", False), ("\n", True)])
+@pytest.mark.parametrize(("end", "packed"), [("\r\n", False), ("\n", True)])
 def test_nothing_in_a_line_is_special_but_tabs(tmp_path, end, packed):
     lines = [
         "index\tsentence1\tsentence2\tlabel",
@@ -107,24 +79,16 @@ def test_nothing_in_a_line_is_special_but_tabs(tmp_path, end, packed):
 
 RTE = "index\tsentence1\tsentence2\tlabel\n"
 STSB = "sentence1\tsentence2\tscore\na\tb\t"
+CUT = gzip.compress(b"sentence\tlabel\n" + 5000 * b"a\t1\n", mtime=0)[:40]
 
 
 @pytest.mark.parametrize(
     ("task", "content", "named"),
     [
         ("rte", RTE, "RTE"),
-        ("rte", "index,sentence1,sentence2,label\n0,a,b,entailment", "line 2"),
         ("rte", RTE + "0\ta\tb\tmaybe", "line 2"),
-        ("rte", RTE + "0\ta\tb\tentailment\n1\ta\tb\tentailment\tx", "line 3"),
-        ("stsb", STSB + "5.1", "5.1"),
         ("stsb", STSB + "nan", "nan"),
-        ("cola", "gj04\t1\t\tA sentence.\ngj04\t3\t\tAnother.", "line 2"),
-        ("rte", b"\xff\xfe", "RTE/dev.tsv"),
-        (
-            "sst2",
-            gzip.compress(b"sentence\tlabel\n" + 5000 * b"a\t1\n", mtime=0)[:40],
-            "dev.tsv.gz",
-        ),
+        ("sst2", CUT, "dev.tsv.gz"),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path, task, content, named):
@@ -137,60 +101,6 @@ def test_a_broken_file_is_one_line(tmp_path, task, content, named):
             glue.read(task, split, tmp_path)
         text = str(e.value)
         assert wanted in text and glue.TASKS[task].folder in text and "\n" not in text
-
-
-def test_the_hubs_form_gives_the_same(glue_files, monkeypatch):
-    """Dataset objects with the columns and label numbers of nyu-mll/glue, in place of a network."""
-    folder, written = glue_files
-    columns = {"mnli": ("premise", "hypothesis"), "qqp": ("question1", "question2")}
-    columns |= {"qnli": ("question", "sentence")}
-    columns |= {"cola": ("sentence",), "sst2": ("sentence",)}
-    names = {"mnli": ["entailment", "neutral", "contradiction"]}
-    names |= {task: ["entailment", "not_entailment"] for task in ("qnli", "rte")}
-
-    def load_dataset(path, name, split):
-        assert path == "nyu-mll/glue"
-        rows = written[glue.TASKS[name].folder, split.replace("validation", "dev")]
-        texts = map(list, zip(*(pair for pair, _ in rows), strict=True))
-        data = dict(zip(columns.get(name, ("sentence1", "sentence2")), texts, strict=True))
-        number = float if name == "stsb" else names.get(name, ["0", "1"]).index
-        data["label"] = [number(label) for _, label in rows]
-        return datasets.Dataset.from_dict(data | {"idx": list(range(len(rows)))})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name, task in glue.TASKS.items():
-        for split in task.rows:
-            texts, labels = glue.read(name, split, "")
-            wanted_texts, wanted_labels = glue.read(name, split, folder)
-            assert texts == wanted_texts and np.array_equal(labels, wanted_labels)
-
-    def fails(*args, **kwargs):
-        raise ConnectionError("no route to host\nand a long story")
-
-    monkeypatch.setattr(datasets, "load_dataset", fails)
-    with pytest.raises(SystemExit) as e:
-        glue.read("rte", "train", "")
-    text = str(e.value)
-    assert "no route to host" in text and "--glue_dir" in text and "\n" not in text
-
-
-@needs_glue
-def test_the_official_files_have_their_official_sizes():
-    seen = 0
-    for name, task in glue.TASKS.items():
-        for split, n in task.rows.items():
-            path = OFFICIAL / task.folder / f"{split}.tsv"
-            if not path.exists():
-                continue
-            texts, labels = glue.read(name, split, OFFICIAL)
-            assert len(texts) == len(labels) == n, (name, split)
-            with open(path, newline="", encoding="utf-8-sig") as f:
-                rows = list(csv.reader(f, delimiter="\t", quoting=csv.QUOTE_NONE))
-            at = {"cola": 1, "mrpc": 0}.get(name, -1)
-            number = float if name == "stsb" else task.labels.index
-            assert labels.tolist() == [number(row[at]) for row in rows[-n:]]
-            seen += 1
-    assert seen >= 15
 
 
 # The table and the store
@@ -234,14 +144,6 @@ def test_the_mean_is_of_the_nine_numbers():
     assert some["mean of 9"] == f"{(50 + 82 + 83) / 3:.1f} (3 of 9)" and some["RTE"] == "–"
 
 
-def test_the_published_means_are_the_mean_of_nine():
-    full = [values.split() for values in glue.REFERENCES.values() if "–" not in values]
-    assert len(full) == 4
-    for values in full:
-        *nine, mean = map(float, values)
-        assert len(nine) == 9 and np.mean(nine) == pytest.approx(mean, abs=0.1)
-
-
 def test_medians_are_over_seeds_and_score_by_score():
     three = []
     for seed, f1 in enumerate((70.0, 95.0, 80.0)):
@@ -249,8 +151,6 @@ def test_medians_are_over_seeds_and_score_by_score():
     assert cells("x", three)["MRPC"] == "80.0"
     assert glue.median(three, "accuracy") == 20
     assert cells("x", three)["GLUE, dev sets"] == "x; seeds: 3"
-    unequal = three + runs(rte=FULL["rte"])
-    assert cells("x", unequal)["GLUE, dev sets"] == "x; seeds: 1 to 3"
 
 
 def test_the_table_marks_what_is_partial():
@@ -269,9 +169,6 @@ def test_a_seed_that_diverged_is_said_and_left_out():
     some[0]["scores"] = {}
     assert cells("x", some)["RTE"] == "61.5*"
     assert "RTE: 1 of 3 seeds diverged" in glue.table(some)
-    for run in some:
-        run["scores"] = {}
-    assert cells("x", some)["RTE"] == "nan*"
 
 
 def test_a_run_that_is_added_again_replaces_the_first(tmp_path):
@@ -293,7 +190,7 @@ def add_ten(folder, seed):
 
 
 def test_processes_that_add_runs_at_once_lose_none(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # it need not import what this file does
     processes = [context.Process(target=add_ten, args=(tmp_path, i)) for i in range(3)]
     for process in processes:
         process.start()
@@ -303,10 +200,9 @@ def test_processes_that_add_runs_at_once_lose_none(tmp_path):
     assert "; seeds: 30 " in (tmp_path / "glue.md").read_text()
 
 
-@pytest.mark.parametrize("line", ["precious", "[]", "{}", '{"task": "rte", "seed": 1}'])
-def test_a_line_that_is_no_run_is_named_and_stays(tmp_path, line):
+def test_a_line_that_is_no_run_is_named_and_stays(tmp_path):
     path = tmp_path / "glue.jsonl"
-    path.write_text(line + "\n")
+    path.write_text("precious\n")
     with pytest.raises(SystemExit, match="line 1 is no run"):
         glue.add_run(tmp_path, runs(rte=FULL["rte"])[0])
-    assert path.read_text() == line + "\n"
+    assert path.read_text() == "precious\n"

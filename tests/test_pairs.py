@@ -47,16 +47,3 @@ def test_a_tie_counts_as_wrong_and_a_pair_turned_round_the_other_way(model, monk
     shares = pairs.score(model, Words())
     assert sorted([shares["a pair"], shares["turned"]]) == [0, 1]
     assert shares["ties"] == 0
-
-
-def test_sentences_too_long_for_the_model_are_no_score(model):
-    model.config.max_seq_len = 5
-    assert pairs.score(model, Words()) == {}
-
-
-def test_every_pair_has_two_sentences():
-    found = pairs.load()
-    assert len(found) >= 12
-    for of_one_kind in found.values():
-        for good, bad in of_one_kind:
-            assert good and bad and good != bad

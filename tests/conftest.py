@@ -12,16 +12,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
-# Nor a GPU: where there is one, they run on the CPU beside it. The processes of test_gpu.py get it
-# back. A worker of xdist finds what its parent has hidden, and keeps what that noted.
-os.environ.setdefault("GPUS_BEFORE_TESTS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Nor a GPU: where there is one, they run on the CPU beside it. test_gpu.py shows it again to the
+# processes that it starts.
+if "GPUS_BEFORE_TESTS" not in os.environ:
+    os.environ["GPUS_BEFORE_TESTS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Busy threads of one process beside those of another are 30 times as slow.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanocram import machine, runlog
 
@@ -52,15 +52,6 @@ def script(name, *args, cwd=ROOT, **settings):
     return subprocess.run(
         command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
     )
-
-
-def show_gpus():
-    """Give this process the GPUs back that are hidden above; torch must not have looked yet."""
-    before = os.environ["GPUS_BEFORE_TESTS"]
-    if before == "all":
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def last_line(process):
@@ -206,22 +197,3 @@ def glue_files(tmp_path_factory, sentences):
     """(folder of a small GLUE in the official layout, what was written into it)."""
     folder = tmp_path_factory.mktemp("glue")
     return folder, write_glue(folder, sentences)
-
-
-def saved_for_backward(forward, parameters):
-    """Bytes that forward() keeps for the backward pass: each storage once, no parameters."""
-    own = {p.untyped_storage().data_ptr() for p in parameters}
-    kept = {}  # {its number: (storage, bytes)}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            reference = StorageWeakRef(storage)
-            kept[reference.cdata] = reference, storage.nbytes()
-        return tensor.detach()  # the tensor itself would keep the graph that keeps it
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()
-    found = sum(size for storage, size in kept.values() if not storage.expired())
-    del result  # not before: it keeps what is counted
-    return found

@@ -1,22 +1,16 @@
-"""A model in host memory beside the plain one, the plan of its memory, its copies and streams."""
+"""A model in host memory beside the plain one, and the memory it may take."""
 
-import contextlib
 import functools
-import math
 import re
-import sys
-from collections import defaultdict
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conftest import model_config, new_log, new_run, put, saved_for_backward
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import model_config, new_log, new_run, put
 
 import train as module
-from model import MaskedLM, make_loss, mixed_precision
+from model import MaskedLM, make_loss
 from nanocram import checkpoint, machine, offload, runlog
-from nanocram.offload import Streamed, plan_memory
+from nanocram.offload import Streamed
 
 CPU = torch.device("cpu")
 BATCH_SHAPE = 8, 128, 38
@@ -56,7 +50,6 @@ def assert_equal(tensors, others):
     [
         {"dtype": "bfloat16", "head_transform": True},
         {"n_narrow": 2, "n_layer": 4, "batch_size": 24, "travel": True},
-        {"optimizer": "adam", "position_embedding": "sinusoidal", "n_layer": 3},
     ],
 )
 def test_offload_is_the_plain_run_bit_for_bit(setting, sums_travel, tmp_path, capsys, settings):
@@ -164,21 +157,6 @@ def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
     assert step(tried, 0.9) == step(fresh, 0.9)
 
 
-def test_blocks_keep_their_input_alone(setting):
-    """For the backward pass; and autocast keeps no copies of weights."""
-    setting(offload=True)
-
-    def kept(n_layer):
-        setting(n_layer=n_layer)
-        run = new_run()
-        batch = module.masked_batch(run, 0, 20)
-        on_device = run.streamed.twin.parameters()
-        return saved_for_backward(lambda: run.loss_fn(*batch), on_device)
-
-    # Rows, tokens, width, bytes: the fifth block's input, no more.
-    assert kept(5) - kept(4) == 8 * 128 * 32 * 4
-
-
 def test_device_memory_holds_two_blocks(setting, sums_travel):
     """Of weights, and of gradients where they have no room; both are there once for all."""
     setting(offload=True, n_layer=5)
@@ -229,47 +207,7 @@ def test_compiled_blocks_compute_the_same(setting, monkeypatch):
     assert_equal(ends[0][1], ends[1][1])
 
 
-# The plan of memory
-
-
-def in_gb(words, text):
-    """The figure that stands before words."""
-    return float(re.search(r"([\d.e+-]+) GB " + words, text)[1])
-
-
-@pytest.fixture
-def plan_of(monkeypatch, capsys):
-    """plan_memory() where so many bytes are free; (what it says, whether the sums stay)."""
-
-    def plan_of(config, dtype=torch.float32, rows=8, host=math.inf, device=math.inf, dev=CPU):
-        free = iter((host, device))
-        monkeypatch.setattr(machine, "free_bytes", lambda where: next(free))
-        sums_stay = plan_memory(config, dev, dtype, (rows, 128, 38))
-        return capsys.readouterr().out, sums_stay
-
-    return plan_of
-
-
-@pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_the_plan_of_the_host(setting, plan_of, name):
-    """By a count of the model's parameters; one byte less than that is refused in a line.
-
-    Pinned memory comes in powers of two."""
-    setting(n_layer=6)
-    config = module.model_config()
-    model = MaskedLM(config)
-    sizes = [4 * sum(p.numel() for p in block.parameters()) for block in model.model.layers]
-    every = 4 * sum(p.numel() for p in model.parameters())
-    sizes.append(every - sum(sizes))
-    held = [2 ** math.ceil(math.log2(size)) for size in sizes] if name == "cuda" else sizes
-    needed = 2 * sum(held) + 3 * every
-    plan = functools.partial(plan_of, config, dev=torch.device(name))
-    assert in_gb("in host memory", plan(host=needed)[0]) == pytest.approx(needed / 1e9, rel=0.005)
-    with pytest.raises(SystemExit, match=r"^.*--n_layer.*$"):
-        plan(host=needed - 1)
-    with pytest.raises(SystemExit) as e:
-        plan(host=needed / 4)
-    assert in_gb("more than", str(e.value)) == pytest.approx(0.75 * needed / 1e9, rel=0.005)
+# Memory
 
 
 def test_too_large_a_model_is_refused_before_anything_is_made(setting, monkeypatch, tmp_path):
@@ -279,203 +217,3 @@ def test_too_large_a_model_is_refused_before_anything_is_made(setting, monkeypat
     with pytest.raises(SystemExit, match="GB more than are free"):
         module.main()
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("amp_dtype", [torch.float32, torch.bfloat16])
-def test_the_plan_of_the_device(setting, plan_of, amp_dtype):
-    """Activations against what a block and the loss keep; the sums that find room."""
-    setting(n_layer=6, n_embd=128, n_inner=256, dropout=0.0)
-    config = module.model_config()
-    few, many = (plan_of(config, amp_dtype, rows)[0] for rows in (8, 16))
-    model = MaskedLM(config)
-    block = model.model.layers[1]
-    rope = [x[:128, None].to(amp_dtype) for x in (model.model.rope_cos, model.model.rope_sin)]
-
-    def one_block(rows):
-        x = torch.zeros(rows, 128, 128, requires_grad=True)
-        with mixed_precision(CPU, amp_dtype):
-            return block(x, rope, None).sum()
-
-    def loss(rows):
-        x = torch.zeros(rows, 128, 128, requires_grad=True)
-        with mixed_precision(CPU, amp_dtype):
-            logits = model.decoder(x[:, :38]).flatten(0, 1)
-        return F.cross_entropy(logits.float(), torch.ones(rows * 38, dtype=torch.long))
-
-    def kept(work, rows):
-        return saved_for_backward(functools.partial(work, rows), model.parameters())
-
-    # A block is computed anew only when the logits are gone.
-    larger = max(kept(work, 16) - kept(work, 8) for work in (one_block, loss))
-    inputs = 6 * 8 * 4 * 128 * 128
-    more = in_gb("on the device", many) - in_gb("on the device", few)
-    assert more == pytest.approx((larger + inputs) / 1e9, rel=0.35)
-    # All sums stay where they leave a tenth of the card free; they are those of four more blocks.
-    needed = in_gb("on the device", few)
-    fits = plan_of(config, amp_dtype, device=1.12e9 * needed)
-    tight = plan_of(config, amp_dtype, device=1.1e9 * needed)
-    assert fits == (few, True) and not tight[1]
-    sums = 4 * sum(p.nbytes for p in block.parameters())
-    difference = needed - in_gb("on the device", tight[0])
-    assert difference == pytest.approx(sums / 1e9, abs=2e-4)
-
-
-def test_the_limit_of_a_container_counts(monkeypatch, tmp_path):
-    """Where a batch job may take less than the machine has, that is what is free."""
-    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / path.rpartition("/")[2])
-    assert machine.free_bytes(CPU) == math.inf  # neither file is there
-    (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable:   1000 kB\n")
-    (tmp_path / "cgroup").mkdir()
-    (tmp_path / "cgroup/memory.current").write_text("100000\n")
-    for limit, free in (("max", 1_024_000), ("500000", 400_000), ("5000000", 1_024_000)):
-        (tmp_path / "cgroup/memory.max").write_text(f"{limit}\n")
-        assert machine.free_bytes(CPU) == free
-
-
-# Of what runs on a device only the order is known. Vector clocks find a race that no CPU has.
-
-
-class Clock(defaultdict):
-    """{stream or host: how far it is known to be}, as one of them knows it."""
-
-    def __init__(self):
-        super().__init__(int)
-
-    def join(self, other):
-        for name, tick in other.items():
-            self[name] = max(self[name], tick)
-
-
-class Streams:
-    """Streams and events in the place of torch.cuda's. The waits of one line may be left out."""
-
-    def __init__(self, left_out=0):
-        self.host = Clock()
-        self.all = []
-        self.left_out = left_out
-        self.waits = set()  # the lines of offload.py that wait
-        streams = self
-
-        class Stream(Clock):
-            def __init__(self):
-                super().__init__()
-                streams.all.append(self)
-
-            def wait_stream(self, other):
-                if streams.is_heeded():
-                    self.join(other)
-
-        class Event:
-            recorded = Clock()  # of one that was never recorded: nobody waits
-
-            def record(self, stream):
-                self.recorded = dict(stream)
-
-            def wait(self, stream):
-                if streams.is_heeded():
-                    stream.join(self.recorded)
-
-        self.Stream = Stream
-        self.Event = Event
-        self.current = Stream()
-
-    def is_heeded(self):
-        line = sys._getframe(2).f_lineno
-        self.waits.add(line)
-        return line != self.left_out
-
-    def current_stream(self):
-        return self.current
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before = self.current
-        self.current = stream
-        yield
-        self.current = before
-
-    def synchronize(self):
-        if self.is_heeded():
-            for stream in self.all:
-                self.host.join(stream)
-
-
-class Races(TorchDispatchMode):
-    """Watches the buffers that a Streamed model shares, at every operator, forward and backward.
-
-    races: pairs of accesses of which one writes, and neither is sure to come first."""
-
-    def __init__(self, streams, streamed):
-        super().__init__()
-        self.streams = streams
-        groups = [*streamed.groups, streamed.resident]
-        slots = [slot for group in groups for slot in (group.weight_slot, group.sum_slot)]
-        self.slots = {address(slot.buffer) for slot in slots}
-        self.on_host = {address(flat) for group in groups for flat in (group.weights, group.sums)}
-        self.accesses = defaultdict(dict)  # of an address: the last tick of (who, whether it wrote)
-        self.races = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        read, written = set(), set()
-        for i, argument in enumerate(func._schema.arguments):
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            is_changed = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, torch.Tensor):
-                    (written if is_changed else read).add(address(tensor))
-        is_view = not written and any(r.alias_info is not None for r in func._schema.returns)
-        shared = (read | written) & (self.on_host | self.slots)
-        if shared and not is_view:
-            self.access(shared, written)
-        return result
-
-    def access(self, places, written):
-        """An operator that no slot is part of is the host's; all others are of the stream."""
-        host = self.streams.host
-        who = self.streams.current if places & self.slots else host
-        who.join(host)  # what is queued comes after what the host has done
-        who[id(who)] += 1
-        for place in places:
-            for (other, has_written), tick in self.accesses[place].items():
-                if (place in written or has_written) and who[other] < tick:
-                    self.races.append((other, id(who)))
-            self.accesses[place][id(who), place in written] = who[id(who)]
-
-
-def address(tensor):
-    return tensor.untyped_storage().data_ptr()
-
-
-def watched_run(setting, monkeypatch, n_layer, left_out=0):
-    """Two steps of two micro-batches, and an evaluation between them."""
-    setting(offload=True, n_layer=n_layer)
-    streams = Streams(left_out)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_device_module", lambda dev: streams)
-        run = new_run()
-    with Races(streams, run.streamed) as races:
-        step(run, 0.9)
-        module.estimate_loss(run, [module.masked_batch(run, 0, 20)])
-        step(run, 0.9)
-    return run, streams, races
-
-
-def test_no_two_streams_meet_in_a_buffer(setting, sums_travel, monkeypatch):
-    """And each wait is needed for that: without any of them there are races."""
-    waits, racy = set(), set()
-    for travels in (False, True):
-        if travels:
-            sums_travel()
-        run, streams, races = watched_run(setting, monkeypatch, 3)
-        assert run.state.step == 2 and len(races.accesses) > 10 and not races.races
-        assert run.streamed.sums_stay != travels
-        waits |= streams.waits
-        for line in streams.waits - racy:
-            if watched_run(setting, monkeypatch, 3, line)[2].races:
-                racy.add(line)
-    assert racy == waits and len(waits) == 6
-    # where there are no more blocks than slots, no sums have to travel
-    run, _, races = watched_run(setting, monkeypatch, 2)
-    assert run.streamed.sums_stay and not races.races

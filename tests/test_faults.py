@@ -3,7 +3,6 @@
 The long ones: python -m pytest -m slow -s tests/test_faults.py
 """
 
-import itertools
 import os
 import pickle
 import random
@@ -20,7 +19,7 @@ from conftest import ROOT, SMALL_MODEL, new_log, new_run, put
 from safetensors.torch import load_file
 
 import train as module
-from nanocram import model_folder, runlog, safety
+from nanocram import model_folder, runlog
 
 
 def start(out, data_dir, preexec_fn=None, **changes):
@@ -124,24 +123,6 @@ def test_a_full_disk(run_of_3_steps, train, monkeypatch, data_dir):
     assert whole(out)["step"] == 9
 
 
-@pytest.mark.slow
-def test_a_suspended_run_keeps_its_budget(tmp_path, data_dir):
-    """SIGSTOP for a third of the budget: the time counts, the learning rate still ends at 0."""
-    seconds = 24
-    process = start(tmp_path / "out", data_dir, budget_hours=seconds / 3600, evals=4)
-    wait_for(tmp_path / "out" / "ckpt.pt", process)
-    time.sleep(3)
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(seconds / 3)
-    process.send_signal(signal.SIGCONT)
-    said, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, said
-    rows = runlog.read_log(tmp_path / "out")
-    gap = max(b["elapsed_s"] - a["elapsed_s"] for a, b in itertools.pairwise(rows))
-    assert gap > seconds / 3 - 1 and rows[-1]["elapsed_s"] <= seconds
-    assert rows[-1]["lr"] < 0.1 * module.lr
-
-
 def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data_dir):
     """Whoever read the output is gone: the run goes on, a second one is refused, and SIGINT still
     saves."""
@@ -186,21 +167,20 @@ def waiter(*wrapper):
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_second_signal_ends_a_run_but_not_at_once(number):
+def test_a_second_signal_ends_a_run_but_not_at_once():
     """A batch system and torchrun may both send one; a user who is out of patience comes later."""
     process = waiter()
     try:
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         assert process.stderr.readline()
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert process.poll() is None
         end = time.monotonic() + 60  # it takes two seconds to heed another one
         while process.poll() is None and time.monotonic() < end:
-            process.send_signal(number)
+            process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
-        assert process.returncode == -number
+        assert process.returncode == -signal.SIGTERM
     finally:
         process.kill()
 
@@ -215,24 +195,12 @@ def test_nohup_keeps_a_closed_terminal_from_ending_a_run():
         process.kill()
 
 
-def test_signals_belong_to_the_run_alone():
-    """Afterwards, and after an error, they are what they were, as a notebook needs it."""
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyError), safety.Signals() as signals:
-        assert signal.getsignal(signal.SIGINT) == signals.handle
-        raise KeyError
-    assert signal.getsignal(signal.SIGINT) == before
-
-
 @pytest.mark.parametrize(
     ("what", "line"),
     [
         ("raise KeyboardInterrupt", "stopped: type it again"),
-        ("import os, time; os.kill(os.getpid(), 15); time.sleep(9)", "stopped: type it again"),
         ("open('nowhere')", "nowhere: No such file or directory; type it again"),
-        ("raise OSError('odd')", "here: odd; type it again"),
         ("raise RuntimeError('CUDA out of memory. Tried to')", "use a smaller model"),
-        ("raise MemoryError", "use a smaller model"),
         ("raise RuntimeError('a defect')", ""),
     ],
 )
@@ -246,29 +214,6 @@ def test_errors_of_the_machine_are_one_line_and_bugs_keep_their_trace(what, line
     assert ("Traceback" in said) == (not line) and ("\n" in said) == (not line)
 
 
-def test_a_kill_while_the_first_files_were_written_is_in_nobodys_way(train, monkeypatch):
-    """Whatever was written by then: the same command begins anew."""
-
-    class Killed(BaseException):
-        pass
-
-    put(monkeypatch, train, max_steps=1, samples="")
-    for number in range(5):
-        names = iter(range(100))
-
-        def write_text(path, text, original=safety.write_text, names=names, number=number):
-            if next(names) == number:
-                path.with_name(path.name + ".tmp").write_text("half of it")
-                raise Killed
-            original(path, text)
-
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(runlog, "write_text", write_text)
-            train.main()
-            raise Killed  # it has not written so many
-        train.main()
-
-
 def test_weights_that_are_not_finite_replace_no_checkpoint(train, capsys):
     run = new_run()
     log = new_log(run)
@@ -280,7 +225,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(train, capsys):
     assert (log.folder / "ckpt.pt").read_bytes() == before
 
 
-# Checkpoints that are damaged, made to harm, or of another time
+# Checkpoints that are damaged or made to harm
 
 
 class Bomb:
@@ -326,8 +271,6 @@ NAME = "model.layers.1.attn.Wq.weight"
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda c: c["model"].update(extra=torch.ones(2)), "does not fit"),
-        (lambda c: c["model"].pop(NAME), "does not fit"),
         (lambda c: c["model"].update({NAME: torch.ones(3, 4)}), "does not fit"),
         (lambda c: c["optimizers"].pop(), "does not fit"),
         (lambda c: c.update(data="0"), "--data_dir"),
@@ -349,15 +292,3 @@ def test_a_damaged_checkpoint_is_one_line_and_executes_nothing(resumed, run_of_3
     assert not (tmp_path / "exploded").exists()
     pickle.loads(pickle.dumps(bomb, 2))
     assert (tmp_path / "exploded").exists()  # it would have
-
-
-def test_a_checkpoint_of_another_time_goes_on(resumed, train):
-    """Fields of State that are new keep their default, those that are gone are passed over."""
-
-    def change(ckpt):
-        del ckpt["state"]["oom_micro_batch"], ckpt["state"]["skipped"]
-        ckpt["state"]["lookahead"] = 3
-
-    assert resumed(change) == ""
-    state = whole(Path(train.out_dir))
-    assert (state["step"], state["skipped"]) == (5, 0) and "lookahead" not in state

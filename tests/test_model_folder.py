@@ -5,18 +5,15 @@ that says ModernBERT still computes what transformers does.
 """
 
 import json
-import stat
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import fields
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from conftest import model_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import model as model_file
 from model import CHOICES, Classifier, MaskedLM, ModelConfig
 from nanocram.model_folder import load, not_native, save
 
@@ -44,49 +41,28 @@ def batch():
     return ids, mask
 
 
-@torch.no_grad()
-def error_of_transformers(model, folder):
-    """The largest difference of its logits from ours, as a share of our largest one."""
-    save(model, folder)
-    theirs, info = HF_MLM.from_pretrained(folder, output_loading_info=True)
-    assert type(theirs).__name__ == "ModernBertForMaskedLM"
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    ids, mask = batch()
-    wanted = theirs(ids, attention_mask=mask).logits[mask.bool()]
-    found = model(ids, attention_mask=mask)[mask.bool()]
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
-
-
 @pytest.mark.parametrize(
     "switches",
     [
         {},
-        {"head_transform": True},
         {"linear_bias": True, "norm_bias": True},
-        {"norm_bias": True},
         {"decoder_bias": False},
         {"head_transform": True, "linear_bias": True, "norm_bias": True, "norm_eps": 1e-3},
         {"norm_eps": 1e-3},  # it counts twice beside an identity head
     ],
 )
+@torch.no_grad()
 def test_the_folder_is_a_modernbert(tmp_path, switches):
     model = random_model(**switches)
+    save(model, tmp_path)
+    theirs, info = HF_MLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(theirs).__name__ == "ModernBertForMaskedLM"
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    ids, mask = batch()
+    wanted = theirs(ids, attention_mask=mask).logits[mask.bool()]
+    found = model(ids, attention_mask=mask)[mask.bool()]
     tolerance = 1e-5 if model.config.head_transform else max(1e-5, model.config.norm_eps)
-    assert error_of_transformers(model, tmp_path) < tolerance
-
-
-EDITS = {
-    "SwiGLU": ("ACTIVATIONS", {"geglu": F.silu}),
-    "no positions": ("rotate", lambda x, cos, sin: x),
-}
-
-
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edit_without_a_switch_would_fail_above(tmp_path, monkeypatch, name):
-    model = random_model()
-    assert error_of_transformers(model, tmp_path) < 1e-5
-    monkeypatch.setattr(model_file, *EDITS[name])
-    assert error_of_transformers(random_model(), tmp_path) > 1e-3
+    assert (found - wanted).abs().max() < tolerance * wanted.abs().max()
 
 
 def test_what_is_native():
@@ -96,18 +72,10 @@ def test_what_is_native():
     assert "position_embedding=learned" in why and "n_narrow=2" in why
 
 
-def test_a_forks_switch_is_native_at_its_default():
-    names = asdict(model_config())
-    forked = make_dataclass("Forked", [("qk_norm", bool, False)], bases=(ModelConfig,))
-    assert not_native(forked(**names)) == ""
-    assert not_native(forked(**names, qk_norm=True)) == "qk_norm=True"
-
-
-@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_a_classifier_goes_to_transformers_and_back(tmp_path, bias, pooling):
+def test_a_classifier_goes_to_transformers_and_back(tmp_path, pooling):
     """With the fresh head of a model that had none; padding does not count."""
-    model = random_model(linear_bias=bias, norm_bias=bias)
+    model = random_model(linear_bias=True, norm_bias=True)
     ours = Classifier(model, 3, dropout=0.3, pooling=pooling).eval()
     with torch.no_grad():
         for p in ours.head.parameters():
@@ -124,13 +92,12 @@ def test_a_classifier_goes_to_transformers_and_back(tmp_path, bias, pooling):
         assert torch.equal(again(ids, mask), wanted)
 
 
-@pytest.mark.parametrize("n_labels", [1, 2, 3])
-def test_a_classifier_that_transformers_made(tmp_path, n_labels):
+def test_a_classifier_that_transformers_made(tmp_path):
     """Loaded if our model had a head transform; else its head has no place in ours."""
     ids, mask = batch()
     for has_head in (True, False):
         save(random_model(head_transform=has_head), tmp_path / "ours")
-        theirs = HF_CLASSIFIER.from_pretrained(tmp_path / "ours", num_labels=n_labels)
+        theirs = HF_CLASSIFIER.from_pretrained(tmp_path / "ours", num_labels=3)
         theirs.save_pretrained(tmp_path / "theirs")
         if has_head:
             with torch.no_grad():
@@ -165,7 +132,7 @@ def configs():
     return st.builds(model_config, max_seq_len=st.just(20), **sizes, **choices, **switches)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(configs())
 def test_save_and_load_any_architecture(tmp_path_factory, config):
     folder = tmp_path_factory.mktemp("model")
@@ -199,15 +166,3 @@ def test_broken_folders_are_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"model\.layers\.0\.") as error:  # torch names the tensor
         load(tmp_path)
     assert "\n" not in str(error.value)
-
-
-def test_others_may_read_the_weights(tmp_path):
-    save(random_model(), tmp_path)
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    (tmp_path / "plain").touch()
-    assert modes == {stat.S_IMODE((tmp_path / "plain").stat().st_mode)}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "plain",
-    }

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,15 +19,12 @@ CHANGES = {"batch_size": 24, "zero_init": False, "samples": "", "evals": 3, "log
 SETTINGS = SMALL_MODEL | CHANGES
 
 
-def start(flags, settings, script=ROOT / "train.py"):
-    """A script as a user would start it under torchrun, stdout and stderr together."""
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(script)]
+def torchrun(n, script=ROOT / "train.py", **settings):
+    """A script as a user would start it, stdout and stderr together."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={n}", str(script)]
     command += [f"--{name}={value}" for name, value in settings.items()]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def torchrun(n, script=ROOT / "train.py", **settings):
-    return start(["--standalone", f"--nproc_per_node={n}"], settings, script)
 
 
 def alone(train, monkeypatch, **settings):
@@ -66,32 +62,10 @@ def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
     assert_equal_runs(tmp_path / "one", tmp_path / "two", 2e-5)
 
 
-@pytest.mark.slow
-def test_two_machines_match_one(train, monkeypatch, data_dir, tmp_path):
-    """Two agents of torchrun, as two machines have them; each is the first of its own."""
-    settings = SETTINGS | {"max_steps": 8, "optimizer": "adamw", "data_dir": str(data_dir)}
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    flags = [
-        "--nnodes=2",
-        "--nproc_per_node=1",
-        "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={address}",
-    ]
-    agents = [start(flags, settings | {"out_dir": tmp_path / "two"}) for _ in range(2)]
-    alone(train, monkeypatch, **settings, out_dir=str(tmp_path / "one"))
-    said = [agent.communicate(timeout=200)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    assert "".join(said).count("8 steps, 0 of them skipped") == 1
-    assert_equal_runs(tmp_path / "one", tmp_path / "two", 2e-5)
-
-
 # The second rank alone has no room for more than four rows at a time.
 FULL_ON_ONE = """
 import sys
 sys.path.insert(0, ROOT)
-from pathlib import Path
 import torch
 import train
 from nanocram import machine, parallel
@@ -99,33 +73,19 @@ from nanocram import machine, parallel
 machine.matmul_rate = lambda *where: 1e12
 take_all_passes = train.take_all_passes
 
-
 def limited(run, *args):
     seconds = take_all_passes(run, *args)
-    found["agreed"] = parallel.agree(0.25 + parallel.RANK, parallel.RANK == 1)
-    found["threads"] = count_threads()
     if parallel.RANK == 1 and run.micro_batch > 4:
         raise torch.OutOfMemoryError("CUDA out of memory")
     return seconds
 
-
-def count_threads():
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    return sum("gloo_runloop" in name for name in names)
-
-
-found = {}
 train.take_all_passes = limited
 vars(train).update(SETTINGS)
 train.main()
-assert found["threads"] > 0
-sys.stdout.write(f"{found['agreed']}, {count_threads()} threads are left\\n")
 """
 
 
-def test_ranks_halve_micro_batch_together_and_leave_no_thread(data_dir, tmp_path):
-    """What they agree on: the progress of rank 0's clock, a wish to stop of any. A thread of gloo
-    that still runs when Python ends may abort the process: seen once, after a complete run."""
+def test_ranks_halve_micro_batch_together(data_dir, tmp_path):
     settings = SETTINGS | {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
     settings |= {"max_steps": 2, "batch_size": 32, "batch_start": 16, "micro_batch": 16}
     code = FULL_ON_ONE.replace("ROOT", repr(str(ROOT))).replace("SETTINGS", repr(settings))
@@ -133,7 +93,6 @@ def test_ranks_halve_micro_batch_together_and_leave_no_thread(data_dir, tmp_path
     ranks = torchrun(2, script=tmp_path / "limited.py")
     said, _ = ranks.communicate(timeout=200)
     assert ranks.returncode == 0, said
-    assert said.count("(0.25, True), 0 threads are left") == 2, said
     assert runlog.read_facts(tmp_path / "out")["settings"]["micro_batch"] == 4
     assert runlog.read_log(tmp_path / "out")[-1]["step"] == 2
 
@@ -153,10 +112,8 @@ def wait_for_step(folder, step, launcher):
         time.sleep(0.05)
 
 
-def test_a_stopped_and_a_dead_rank_and_other_numbers_of_ranks(
-    train, monkeypatch, data_dir, tmp_path
-):
-    """SIGTERM to one of two: all save. kill -9 to one of three: no hang. One goes on as if alone.
+def test_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path):
+    """SIGTERM to one of two: all save. kill -9 to one: no hang. One alone goes on.
 
     With Muon, whose products in bfloat16 make more of small differences."""
     settings = SETTINGS | {"data_dir": str(data_dir), "max_steps": 50, "checkpoint_minutes": 0.005}
@@ -169,9 +126,9 @@ def test_a_stopped_and_a_dead_rank_and_other_numbers_of_ranks(
     reached = torch.load(out / "ckpt.pt", weights_only=True)["state"]["step"]
     assert 6 <= reached < 50
 
-    ranks = torchrun(3, **settings, out_dir=out, init="resume")
+    ranks = torchrun(2, **settings, out_dir=out, init="resume")
     wait_for_step(out, reached + 4, ranks)
-    os.kill(worker(ranks, 2), signal.SIGKILL)
+    os.kill(worker(ranks, 1), signal.SIGKILL)
     said, _ = ranks.communicate(timeout=60)
     assert ranks.returncode != 0 and "resumed at step" in said, said
     assert "--init=resume" in said, said  # a rank that is left says what to type

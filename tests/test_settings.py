@@ -76,15 +76,6 @@ def test_flags_set_the_globals_and_changes_are_printed(example, capsys):
     assert "count = 7  (default 3)" in capsys.readouterr().out
 
 
-def test_an_imported_script_takes_nothing_from_the_command_line(example, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["notebook", "--count=7"])
-    configure(example)
-    assert example["count"] == 3
-    script = {**example, "__name__": "__main__"}
-    configure(script)
-    assert script["count"] == 7
-
-
 def test_recipes_are_python_and_later_arguments_win(example, tmp_path):
     """A recipe finds what was set before it; names with _ in front and modules are its own."""
     first = write(tmp_path, "import math\n_n = 2\ncount = 5 * _n\nrate = 1\n")
@@ -134,12 +125,6 @@ def test_slips_are_one_line(example, tmp_path):
         assert "recipe.py" in said and why in said
     done = script("train.py", "--n_laye=3")
     assert done.returncode == 1 and "did you mean n_layer?" in last_line(done)
-
-
-def test_a_leading_tilde_is_the_home_folder(example, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    configure(example, ["--name=~/x"])
-    assert example["name"] == "/home/me/x"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

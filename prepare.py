@@ -64,7 +64,7 @@ SETTINGS = configure(globals())
 ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 CHUNK = 1 << 18  # rows that are shuffled in memory and written together
-SMALL = 64 << 20  # bytes of local files that make a part, where they are smaller
+SMALL = 64 << 20  # local files share a part until it has so many bytes
 MERGED = 1 << 18  # rows of train.bin that are merged and written at a time
 COUNTS = ["read", "kept", "filtered", "held_out", "empty", "not_utf8"]
 COUNTS += ["tokens", "characters", "val_tokens", "val_characters"]
@@ -98,10 +98,10 @@ def make_parts(files):
     every = list(itertools.chain(*files.values()))
     from_hub = [file for file in every if file[0].startswith(HUB)]
     parts = [from_hub] if max_tokens and from_hub else [[file] for file in from_hub]
-    size = SMALL + 1  # so that the first local file begins a part
+    size = SMALL  # so that the first local file begins a part
     for path, n_bytes in every:
         if not path.startswith(HUB):
-            if size + n_bytes > SMALL:
+            if size >= SMALL:
                 parts.append([])
                 size = 0
             parts[-1].append([path, n_bytes])
@@ -147,16 +147,14 @@ def filter_threshold():
     return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
 
-def make_vocabulary(files, folder):
-    """Train it on the start of each source; exit where the settings do not suit the text.
-
-    files: for each source [[path, bytes], ...]."""
+def make_vocabulary(parts, folder):
+    """Train it on parts, one of each source; exit where the settings do not suit the text."""
     print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
     sample = []
-    for of_source in files:
-        left = vocab_sample_mb * 1e6 / len(files)
+    for files in parts:
+        left = vocab_sample_mb * 1e6 / len(parts)
         state = {"file": 0, "document": 0}
-        for text, _ in texts_from(of_source, state):
+        for text, _ in texts_from(files, state):
             sample.append(text)
             left -= len(text)
             if left <= 0:
@@ -532,8 +530,9 @@ def main():
         sys.exit(f"{data_dir} is not a new or an empty folder: choose another --data_dir")
     begin_folder(folder, settings, files)
     if not (folder / "tokenizer.json").exists():
+        firsts = [make_parts({name: found})[0] for name, found in files.items()]
         with new_processes(1) as (pool, _):  # its memory ends with it, and its readers
-            pool.submit(make_vocabulary, list(files.values()), folder).result()
+            pool.submit(make_vocabulary, firsts, folder).result()
     states = process_parts(make_parts(files), folder)
     print("merging")
     count = finish(states, folder, goal, wanted)

@@ -403,7 +403,7 @@ def test_micro_batch_halves_until_it_fits_in_a_real_limit(train, setting):
     command = [sys.executable, "-c", LIMITED.replace("SETTINGS", repr(settings))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "out of memory with micro_batch=1024: trying a smaller one\n" in done.stdout
+    assert "micro_batch=512, since a larger one ran out of memory\n" in done.stdout
     assert "1 steps, 0 of them skipped; 131,072 tokens" in done.stdout
 
     def used():

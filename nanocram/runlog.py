@@ -243,9 +243,13 @@ class Log:
             self.has_forecast = True
             tokens = state.row * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
+            ratio = tokens / self.n_params
+            # results/README.md, the size that a day wants: far from some 20 tokens a parameter
+            hint = ", a larger model may learn more (config/day_330m.py)" if ratio > 150 else ""
+            hint = ", a smaller model may learn more" if ratio < 3 else hint
             self.say(
                 f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "
-                f"{epochs:.2f} epochs, {tokens / self.n_params:.1f} tokens a parameter"
+                f"{epochs:.2f} epochs, {ratio:.1f} tokens a parameter{hint}"
             )
 
     def close_bar(self):

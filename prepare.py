@@ -66,8 +66,9 @@ LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.
 CHUNK = 1 << 18  # rows that are shuffled in memory and written together
 SMALL = 64 << 20  # local files share a part until it has so many bytes
 MERGED = 1 << 18  # rows of train.bin that are merged and written at a time
-COUNTS = ["read", "kept", "filtered", "held_out", "empty", "not_utf8"]
-COUNTS += ["tokens", "characters", "val_tokens", "val_characters"]
+COUNTS = (
+    "read kept filtered held_out empty not_utf8 tokens characters val_tokens val_characters"
+).split()
 OTHER = ("data_dir", "processes")  # settings that change no row
 progress = []  # bytes read of each part, shared by all processes
 

@@ -63,9 +63,9 @@ SETTINGS = configure(globals())
 # at 1,024 entries the trend would drop 85 % of Wikipedia and books.
 ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
-CHUNK = 1 << 18  # rows that are shuffled in memory and written together
+CHUNK = 1 << 25  # tokens whose rows are shuffled in memory and written together
 SMALL = 64 << 20  # local files share a part until it has so many bytes
-MERGED = 1 << 18  # rows of train.bin that are merged and written at a time
+MERGED = 1 << 25  # tokens of train.bin that are merged and written at a time
 COUNTS = (
     "read kept filtered held_out empty not_utf8 tokens characters val_tokens val_characters"
 ).split()
@@ -78,9 +78,10 @@ progress = []  # bytes read of each part, shared by all processes
 
 def find_files():
     """{source: [[path, bytes]]} of local files, sorted; [] for a Hub data set."""
-    found = {}
+    found, seen = {}, set()
     for name in (part.strip() for part in source.split(",")):
-        paths = sorted(filter(os.path.isfile, set(glob.glob(name, recursive=True))))
+        matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
+        paths = sorted(filter(os.path.isfile, set(matches)))
         is_pattern = not name or glob.escape(name) != name
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             sys.exit(f"no file matches {name!r}: give globs in quotes, --source='a/*.txt,b.jsonl'")
@@ -88,7 +89,10 @@ def find_files():
             if not file_kind(path):
                 kinds = ".txt, .log, .jsonl, .json, .csv, .tsv, each also .gz or .zst, or .parquet"
                 sys.exit(f"{path} is of no kind that is read: make it one of {kinds}")
-        found[name] = [[path, os.path.getsize(path)] for path in paths]
+        new = [path for path in paths if path not in seen]  # globs may overlap
+        seen.update(new)
+        if new or not paths:
+            found[name] = [[path, os.path.getsize(path)] for path in new]
     return found
 
 
@@ -114,23 +118,23 @@ def texts_from(files, state):
     """Yield (text, bytes read so far), from the place in state on, which is updated.
 
     Where a file cannot be read to its end, state["error"] says why, and nothing more comes."""
-    while state["file"] < len(files):
-        path, _ = files[state["file"]]
-        before = sum(n_bytes for _, n_bytes in files[: state["file"]])
+    before = sum(n_bytes for _, n_bytes in files[: state["file"]])
+    for path, n_bytes in files[state["file"] :]:
         try:
             with open_bytes(path) as file:
                 texts = read_texts(file, path, text_column, documents == "lines")
                 for text in itertools.islice(texts, state["document"], None):
                     state["document"] += 1
-                    bare = (text or "").strip()
-                    if bare:
-                        text = text.strip("\r\n") if normalisation == "none" else bare
-                        yield text, before + file.tell()
+                    bare = text.strip()
+                    if bare and normalisation == "none":
+                        bare = text.strip("\r\n")
+                    yield bare, before + file.tell()
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
             state["error"] = f"{path} could not be read to its end ({explain(e)})"
             state["is_lost"] = path.startswith(HUB) and sources.is_passing(e)
             return
         state.update(file=state["file"] + 1, document=0)
+        before += n_bytes
 
 
 def is_held_out(text):
@@ -281,7 +285,7 @@ def process_part(number, files, folder):
             count["tokens"] += len(ids)
             count["characters"] += len(normal)
 
-        if n_kept >= CHUNK * (seq_len - 1):
+        if n_kept >= CHUNK:
             write_chunk(stem, number, tokenizer, kept, held_out, state, count)
             kept, held_out, n_kept = [], [], 0
         progress[number] = 4 * count["tokens"] if limit else position  # see size_of()
@@ -362,7 +366,7 @@ def process_parts(parts, folder):
     for error in errors[:-1]:
         print(error)
     if errors:
-        sys.exit(f"{errors[-1]}: rerun the command once it can be read; the other parts are done")
+        sys.exit(f"{errors[-1]}: rerun the command once it can be read, it goes on from there")
     return states
 
 
@@ -370,7 +374,7 @@ def merge(states, folder, path):
     """Write train.bin: each next row is the next one of a randomly drawn chunk.
 
     The chunks are shuffled already."""
-    pieces, counts = [], []  # [file, place in it], rows by their number of full stops
+    pieces, counts = [], []  # [file, byte in it], rows by their number of full stops
     for number, state in enumerate(states):
         place = 0
         for chunk in state["chunks"]:
@@ -385,18 +389,18 @@ def merge(states, folder, path):
         levels.append(rng.permutation(np.repeat(numbers, repeats)))
     whose = np.concatenate(levels or [numbers[:0]])
     with open(path, "wb") as f:
-        for start in range(0, len(whose), MERGED):
-            some = whose[start : start + MERGED]
+        n_rows = max(1, MERGED // seq_len)
+        for start in range(0, len(whose), n_rows):
+            some = whose[start : start + n_rows]
             rows = np.empty((len(some), seq_len), np.uint16)
             by_piece = np.argsort(some, kind="stable")
             ends = np.cumsum(np.bincount(some, minlength=len(pieces)))
             for piece, places in zip(pieces, np.split(by_piece, ends[:-1]), strict=True):
                 if len(places):
-                    with open(piece[0], "rb") as source_file:
-                        source_file.seek(piece[1])
-                        content = source_file.read(2 * seq_len * len(places))
-                    rows[places] = np.frombuffer(content, np.uint16).reshape(-1, seq_len)
-                    piece[1] += len(content)
+                    file, place = piece
+                    ids = np.fromfile(file, np.uint16, seq_len * len(places), offset=place)
+                    rows[places] = ids.reshape(-1, seq_len)
+                    piece[1] += ids.nbytes
             f.write(rows)
     return len(whose)
 
@@ -437,6 +441,9 @@ def finish(states, folder, goal, settings):
     if goal.exists():
         goal.rmdir()  # it is empty
     os.rename(out, goal)
+    # plan.json goes last: by it a rerun knows what a kill leaves here
+    for path in folder.glob("part-*"):
+        path.unlink()
     shutil.rmtree(folder)
     return count
 
@@ -516,8 +523,8 @@ def main():
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
     settings = {name: globals()[name] for name in SETTINGS if name not in OTHER}
     goal = Path(data_dir).resolve()  # what a link names
-    folder = goal.with_name(f"{goal.name}.partial")
     lock = safety.lock(goal)
+    folder = goal.with_name(f"{goal.name}.partial")
     wanted = settings | {"files": list(itertools.chain(*files.values()))}
     if (goal / "meta.json").exists():
         other = differences(json.loads((goal / "meta.json").read_text("utf-8"))["settings"], wanted)
@@ -539,7 +546,7 @@ def main():
     count = finish(states, folder, goal, wanted)
     del lock
     length = count["characters"] / count["tokens"]
-    kept = f"{count['kept']} kept, {count['filtered']} filtered"
+    kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
     print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
     print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")

@@ -142,7 +142,7 @@ def open_bytes(path):
 
 
 def read_texts(file, path, column, by_line=False):
-    """The documents of an open file, each a str or None.
+    """The documents of an open file, each a str; "" for a record without text.
 
     Raises ValueError with the line where it is broken, or whatever a reader raises."""
     kind = file_kind(path)
@@ -160,7 +160,7 @@ def read_texts(file, path, column, by_line=False):
         raise ValueError("it is UTF-16: iconv -f UTF-16 -t UTF-8 makes it text")
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
     if kind == "text":
-        yield from split_documents(text, by_line)
+        yield from filter(str.strip, split_documents(text, by_line))
         return
     records = json_records(text) if kind == "json" else table_records(text, kind)
     for number, record in enumerate(records):
@@ -226,7 +226,7 @@ def checked(text, column):
         raise ValueError(f"{column!r} holds {text!r:.40}, no text: type --text_column=NAME")
     if text and not text.isascii():
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+    return text or ""
 
 
 def check_column(column, names):

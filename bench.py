@@ -93,6 +93,8 @@ def measure_speed(run):
     full_batch = train.batch_size
     held_out_rows = run.rows.read(0, train.micro_batch)
     setup_seconds, _ = machine.timed(dev, train.find_micro_batch, run, held_out_rows)
+    if dev.type == "cuda":  # the search holds memory that a step does not
+        torch.cuda.reset_peak_memory_stats()
     first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
     print(
         f"first step   {first + setup_seconds:.1f} s, with compiling and the search for micro_batch"
@@ -106,7 +108,8 @@ def measure_speed(run):
     speeds = [n_rows * train.seq_len / s for s in seconds[DISCARDED:]]
     limit = max(limit, machine.matmul_rate(dev, run.amp_dtype))
 
-    flops = statistics.median(speeds) * run.flops_per_token
+    flops_per_token = run.model.flops_per_token(train.seq_len, train.mask_count(MIDDLE))
+    flops = statistics.median(speeds) * flops_per_token
     print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} rows")
     # the fewer rows a step has, the larger is the share of the update, which counts as no FLOPs
     print(

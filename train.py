@@ -529,11 +529,13 @@ def check_settings(dev):
     for name in ("micro_batch", "eval_rows", "log_every"):
         if globals()[name] < 1:
             sys.exit(f"{name}={globals()[name]} must be at least 1")
-    for name in ("seed", "budget_hours", "max_steps", "evals", "checkpoint_minutes"):
+    at_least_0 = "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip"
+    for name in at_least_0.split():
         if globals()[name] < 0:
             sys.exit(f"{name}={globals()[name]} must not be negative")
-    if not 0 <= warmup < 1:
-        sys.exit(f"warmup={warmup} must be a share of the run, such as 0.01")
+    for name in ("warmup", "cooldown", "beta1", "beta2"):
+        if not 0 <= globals()[name] < 1:
+            sys.exit(f"{name}={globals()[name]} must be at least 0 and below 1")
     lr_scale(0.0)  # exits if the schedule is unknown
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")

@@ -48,6 +48,8 @@ def append_text(path, text):
 def lock(folder):
     """Lock a folder for this process until it ends or drops the result; exits if it is taken."""
     folder = Path(folder).absolute()
+    if not folder.name:
+        sys.exit(f"{folder} cannot be written as a folder of its own: choose another")
     folder.parent.mkdir(parents=True, exist_ok=True)
     # beside the folder, which may be renamed; singleton: a notebook may start a second run
     held = FileLock(folder.with_name(f".{folder.name}.lock"), is_singleton=True)

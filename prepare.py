@@ -45,7 +45,7 @@ documents = "paragraphs"              # of a .txt: paragraphs (a blank line ends
 # ascii: lower case, no accents (paper) | plain: any script | none: as it is, line breaks too
 normalisation = "ascii"
 vocab_size = 32768                    # entries of the byte-level BPE, 4 special; 260 = bytes alone
-vocab_sample_mb = 100                 # MB of text to train it on, from the start of each source
+vocab_sample_mb = 100                 # million characters to train it on, shared by the sources
 # tokens to rows
 seq_len = 128                         # tokens in a row, the leading [CLS] included
 filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
@@ -499,9 +499,9 @@ def check_settings():
         sys.exit(f"val_share={val_share} cannot work: it must be above 0, and 0.5 at most")
 
 
-def ten_passes(tokens):
-    """The command by which train.py sees so many tokens ten times."""
-    # Tokens a second: two CPU cores with AMX, measured (README.md); domain.py takes 78 MFLOP a
+def next_command(tokens):
+    """The command by which train.py sees so many tokens ten times, or as many as a day holds."""
+    # Tokens a second: two CPU cores with AMX, measured (results/README.md); domain.py takes 78 MFLOP a
     # token, of an RTX 3090's 28 TFLOP/s.
     speeds = [(5e6, "tiny", 69279), (1e8, "small", 34191), (5e8, "domain", 28e12 / 78e6)]
     recipe, hours = "", 24
@@ -554,7 +554,7 @@ def main():
     if count["not_utf8"]:
         few = f"{count['not_utf8']} documents have U+FFFD, where they are not UTF-8"
         print(f"WARNING: {few}: iconv -f WINDOWS-1252 -t UTF-8 mends files of an older time")
-    print(f"ten passes  {ten_passes(count['rows'] * seq_len)}")
+    print(f"next        {next_command(count['rows'] * seq_len)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a day on a card holds, by arithmetic: nothing here was measured on a card.
 
-    python results/cards.py    # the table of the README; for your card, add a line to CARDS
+    python results/cards.py    # the table of docs/gpu.md; for your card, add a line to CARDS
 
 A step of train.py's defaults is taken apart into what it multiplies, what it moves and how often it
 starts a kernel, and a card's time is the sum of the three, as if nothing overlapped. Compiling,
@@ -13,7 +13,7 @@ import math
 import isoflop
 
 # A step, compiled for sm_90, as traced on a stubbed card, where kernels and sizes are real and no
-# number is: 2026-11-24, torch 2.13.0, commit 0605cec.
+# number is: 2026-11-24, torch 2.13.0, commit 0605cec, at 32 masked tokens a row (25 %).
 PRODUCTS = 583e6  # FLOP a token, in matrix products
 # Bytes a token, by fused kernels and by attention. Cards without bfloat16 take float16, and add up
 # the residual stream in float32.
@@ -24,7 +24,7 @@ UPDATE_PRODUCTS = 1.885e12  # FLOP a step: Muon's, of 96 matrices (by its formul
 UPDATE_MOVED = 8.0e9  # bytes a step: the optimisers' states, the norm, casts
 UPDATE_LAUNCHES = {"bfloat16": 364, "float16": 764}
 PEAK_GIB = {"bfloat16": {128: 7.2, 256: 12.6}, "float16": {128: 7.8, 256: 14.0}}  # by rows
-FLOP = 601e6  # of the model a token, for MFU
+FLOP = 601e6  # of the model a token, for MFU; 596e6 in the mean of a day
 PARAMETERS = 119_595_776
 LAUNCH_SECONDS = 2e-6  # that a kernel costs a card beside its work, its queue being full (assumed)
 

@@ -65,6 +65,7 @@ ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 CHUNK = 1 << 25  # tokens whose rows are shuffled in memory and written together
 SMALL = 64 << 20  # local files share a part until it has so many bytes
+PAUSE = 60.0  # seconds before the Hub is asked again; its library has tried for some 20
 MERGED = 1 << 25  # tokens of train.bin that are merged and written at a time
 COUNTS = (
     "read kept filtered held_out empty not_utf8 tokens characters val_tokens val_characters"
@@ -205,10 +206,9 @@ def check_filter(texts, path):
 # One part, in another process
 
 
-def begin_process(settings, shared, told):
+def begin_process(settings, shared):
     """Set up a new process: give it the settings, and let it end with its parent."""
     globals().update(settings, progress=shared)
-    sources.told = told
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a kill loses no line
 
@@ -225,7 +225,7 @@ def new_processes(n, n_parts=0):
     spawn = multiprocessing.get_context("spawn")  # the same on every system
     shared = spawn.Array("d", n_parts, lock=False)
     settings = {name: globals()[name] for name in SETTINGS}
-    pool = ProcessPoolExecutor(n, spawn, begin_process, (settings, shared, spawn.Value("d")))
+    pool = ProcessPoolExecutor(n, spawn, begin_process, (settings, shared))
     try:
         # Ctrl-C is for this process: the others are started ignoring it.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -250,8 +250,9 @@ def read_state(folder, number, files):
     return {"files": files, "done": False, "file": 0, "document": 0, "chunks": [], "counts": {}}
 
 
-def process_part(number, files, folder):
+def process_part(number, files, folder, pause=0.0):
     """Write a part's rows, shuffled by chunks, and return its state; go on from its last chunk."""
+    time.sleep(pause)
     state = read_state(folder, number, files)
     count = Counter(state["counts"])
     stem = folder / f"part-{number:05}"
@@ -295,7 +296,7 @@ def process_part(number, files, folder):
     if "error" not in state:
         state["done"] = True
         write_chunk(stem, number, tokenizer, kept, held_out, state, count)
-    progress[number] = size_of(files)
+        progress[number] = size_of(files)
     return state
 
 
@@ -354,14 +355,20 @@ def process_parts(parts, folder):
     bar = tqdm(total=sum(size_of(parts[i]) for i in to_do), unit="B", unit_scale=True, disable=None)
     with new_processes(n, len(parts)) as (pool, n_read), bar:
         futures = {pool.submit(process_part, i, parts[i], folder): i for i in to_do}
-        running = set(futures)
+        running, lost = set(futures), set()
         while running:
             done, running = wait(running, 0.5, FIRST_COMPLETED)
             bar.update(sum(n_read) - bar.n)
             for future in done:
-                state = states[futures[future]] = future.result()
-                if state.get("is_lost"):  # nor would the Hub answer for the others
-                    running = {other for other in running if not other.cancel()}
+                i = futures[future]
+                state = states[i] = future.result()
+                if state.get("is_lost"):  # the Hub may answer in a while
+                    if i not in lost:
+                        lost.add(i)
+                        bar.write(f"{state['error']}: trying again each minute")
+                    again = pool.submit(process_part, i, parts[i], folder, PAUSE)
+                    futures[again] = i
+                    running.add(again)
     errors = [state["error"] for state in states if "error" in state]
     for error in errors[:-1]:
         print(error)
@@ -501,8 +508,8 @@ def check_settings():
 
 def next_command(tokens):
     """The command by which train.py sees so many tokens ten times, or as many as a day holds."""
-    # Tokens a second: two CPU cores with AMX, measured (results/README.md); domain.py takes 78 MFLOP a
-    # token, of an RTX 3090's 28 TFLOP/s.
+    # Tokens a second: two CPU cores with AMX, measured (results/README.md);
+    # domain.py takes 78 MFLOP a token, of an RTX 3090's 28 TFLOP/s.
     speeds = [(5e6, "tiny", 69279), (1e8, "small", 34191), (5e8, "domain", 28e12 / 78e6)]
     recipe, hours = "", 24
     for most, name, speed in speeds:

@@ -1,7 +1,6 @@
 """Texts out of files: .txt, .log, .jsonl, .json, .csv, .tsv (each also .gz or .zst) and .parquet.
 
-A file of the Hub is streamed in blocks as if it lay here; a block that does not come is asked for
-again for an hour.
+A file of the Hub is streamed in blocks as if it lay here.
 """
 
 import codecs
@@ -12,10 +11,6 @@ import io
 import itertools
 import json
 import os
-import time
-from types import SimpleNamespace
-
-from nanocram import safety
 
 KINDS = {
     ".txt": "text",
@@ -28,9 +23,7 @@ KINDS = {
 }
 HUB = "hf://"  # how the address of a Hub file begins
 BLOCK = 16 << 20  # bytes of a Hub file in one request; the next one comes while one is read
-PATIENCE = 3600.0  # seconds without an answer after which the Hub is given up
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
-told = SimpleNamespace(value=0.0)  # when it was last said that the Hub does not answer
 
 
 def file_kind(path):
@@ -61,31 +54,12 @@ def is_passing(error):
     return cause is not None and is_passing(cause)
 
 
-def ask_again(ask, *args):
-    """ask(*args); while the Hub does not answer, again with growing pauses, for up to an hour."""
-    from tqdm import tqdm
-
-    begin, pause = time.time(), 1.0
-    while True:
-        try:
-            return ask(*args)
-        except Exception as error:
-            if not is_passing(error) or time.time() - begin > PATIENCE:
-                raise
-            if time.time() - told.value >= 60:
-                told.value = time.time()
-                why = safety.first_line(error)
-                tqdm.write(f"the Hub does not answer, asking again for up to an hour ({why})")
-            time.sleep(pause)
-            pause = min(2 * pause, 60.0)
-
-
 @functools.cache
 def hub():
     from huggingface_hub import HfFileSystem
     from huggingface_hub.utils import logging
 
-    logging.set_verbosity(logging.CRITICAL)  # ask_again() says what is to be said
+    logging.set_verbosity(logging.CRITICAL)  # prepare.py says what is to be said
     return HfFileSystem()
 
 
@@ -99,7 +73,7 @@ def hub_files(name):
     datasets.disable_progress_bars()
     path, _, config = name.partition(":")
     fs = hub()
-    builder = ask_again(datasets.load_dataset_builder, path, config or None)
+    builder = datasets.load_dataset_builder(path, config or None)
     splits = dict(builder.config.data_files or {})
     if "train" not in splits:
         raise ValueError(f"it has no split 'train', but {', '.join(map(str, splits)) or 'none'}")
@@ -109,7 +83,7 @@ def hub_files(name):
         raise ValueError(f"{unknown[0]} is of no kind that is read")
     sizes = {}
     for folder in sorted({os.path.dirname(file) for file in files}):
-        for entry in ask_again(fs.ls, folder):
+        for entry in fs.ls(folder):
             sizes[HUB + entry["name"]] = entry["size"]
     return [[file, sizes.get(file, 0)] for file in files]
 
@@ -136,9 +110,7 @@ def open_bytes(path):
     if not path.startswith(HUB):
         return open(path, "rb")
     ahead = {"cache_type": "background", "cache_options": {"maxblocks": 4}}
-    file = ask_again(functools.partial(hub().open, path, "rb", block_size=BLOCK, **ahead))
-    file.cache.fetcher = functools.partial(ask_again, file._fetch_range)
-    return file
+    return hub().open(path, "rb", block_size=BLOCK, **ahead)
 
 
 def read_texts(file, path, column, by_line=False):

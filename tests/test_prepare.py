@@ -353,6 +353,7 @@ def test_slips_are_one_line(folder_of_slips, prepare, values, message):
 
 # Everything is small, so that a small data set is many blocks, chunks and pieces.
 SMALL = {"sources.BLOCK": 20000, "prepare.SMALL": 1, "prepare.CHUNK": 7620, "prepare.MERGED": 1}
+SMALL |= {"prepare.PAUSE": 5}
 SCRIPT = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -502,7 +503,7 @@ def break_the_line(hub, folder, answer, seconds=1e9):
 def test_a_silent_hub_is_waited_for(tmp_path, begin, hub, expected, answer):
     break_the_line(hub, tmp_path / "out", answer, 60)
     done = done_well(begin(tmp_path / "out"))
-    assert 1 <= done.stdout.count("the Hub does not answer") <= 3
+    assert "trying again" in done.stdout
     assert same(tmp_path / "out", expected)
 
 

@@ -14,20 +14,20 @@ import numpy as np
 
 HERE = Path(__file__).parent
 DRAWS = 2000
-DEFAULTS = {"lr": "0.004", "batch_rows": "32", "vocab_size": "4096"}
+DEFAULTS = {"lr": "0.004", "batch_rows": "32"}
 
 
-def load(default=True):
+def load(default=True, vocab_size="4096"):
     """The rows of isoflop.csv at the defaults, or those that change one."""
     with open(HERE / "isoflop.csv", newline="") as f:
-        runs = list(csv.DictReader(f))
+        runs = [run for run in csv.DictReader(f) if run["vocab_size"] == vocab_size]
     return [run for run in runs if default == all(run[k] == DEFAULTS[k] for k in DEFAULTS)]
 
 
-def curves(kind, neighbours=2):
+def curves(kind, neighbours=2, vocab_size="4096"):
     """{budget: (ln sizes, losses)}, a value for each run. kind: a column, of what sizes count."""
     points = {}
-    for run in load():
+    for run in load(vocab_size=vocab_size):
         point = (np.log(float(run[kind])), float(run["val_loss_15"]))
         points.setdefault(float(run["budget_flops"]), []).append(point)
     found = {}
@@ -48,13 +48,15 @@ def lowest_point(x, y):
     return -b / (2 * a), c - b * b / (4 * a), a
 
 
-def line(found):
-    """(exponent, ln size at 1 FLOP) of size ~ budget^exponent."""
-    return np.polyfit(np.log(list(found)), [lowest_point(x, y)[0] for x, y in found.values()], 1)
+def line(found, optima=None):
+    """(exponent, ln size at 1 FLOP) of size ~ budget^exponent; of each row of optima, if given."""
+    if optima is None:
+        optima = np.array([[lowest_point(x, y)[0] for x, y in found.values()]])
+    return np.polyfit(np.log(list(found)), optima.T, 1)
 
 
 def bootstrap(found):
-    """(optima, lines, standard deviation of a residual); optima and lines have a row a draw.
+    """(optima, standard deviation of a residual); optima have a row a draw.
 
     Residuals of all runs are redrawn onto the parabolas. They hold the spread of seeds and what is
     no parabola, and are scaled up for the three numbers that each parabola took from them. A draw
@@ -67,51 +69,55 @@ def bootstrap(found):
     residuals = np.concatenate([y - at[budget] for budget, (_, y) in found.items()])
     n = len(residuals)
     residuals *= np.sqrt(n / (n - 3 * len(found)))
-    optima, lines = [], []
-    while len(lines) < DRAWS:
+    optima = []
+    while len(optima) < DRAWS:
         drawn = {b: (x, at[b] + rng.choice(residuals, len(x))) for b, (x, _) in found.items()}
         lowest = [lowest_point(x, y) for x, y in drawn.values()]
         if all(a > 0 for *_, a in lowest):
             optima.append([bottom for bottom, *_ in lowest])
-            lines.append(line(drawn))
-    return np.array(optima), np.array(lines), residuals.std()
+    return np.array(optima), residuals.std()
 
 
 def wanted_sizes(budgets, kind="parameters"):
     """The parameters that FLOPs want, (low, middle, high) for each budget: 95 % intervals."""
     found = curves(kind)
-    _, lines, _ = bootstrap(found)
+    optima, _ = bootstrap(found)
+    exponents, sizes_at_1 = line(found, optima)
     logs = np.log(budgets)
-    drawn = np.exp(np.outer(lines[:, 0], logs) + lines[:, 1:])
+    drawn = np.exp(np.outer(exponents, logs) + sizes_at_1[:, None])
     low, high = np.percentile(drawn, [2.5, 97.5], axis=0)
     return list(zip(low, np.exp(np.polyval(line(found), logs)), high, strict=True))
 
 
-def print_curves(kind):
-    found = curves(kind)
-    optima, lines, spread = bootstrap(found)
-    print(f"\n{kind}; a residual's standard deviation is {spread:.3f} nats\n")
+def print_curves(kind, vocab_size="4096"):
+    found = curves(kind, vocab_size=vocab_size)
+    if not found:
+        return
+    optima, spread = bootstrap(found)
+    print(f"\n{kind}, {vocab_size} entries; residuals have a deviation of {spread:.3f} nats\n")
     away = ("4 × too small", "2 × too small", "2 × too large", "4 × too large")
     print("| FLOPs | lowest at | 95 % | loss | tokens for each |", " | ".join(away), "|")
     print("| --- |" + " ---: |" * 8)
     for i, (budget, (x, y)) in enumerate(found.items()):
         bottom, loss, _ = lowest_point(x, y)
         low, high = np.exp(np.percentile(optima[:, i], [2.5, 97.5])) / 1e6
-        same = [run for run in load() if float(run["budget_flops"]) == budget]
+        runs = load(vocab_size=vocab_size)
+        same = [run for run in runs if float(run["budget_flops"]) == budget]
         seen = sorted((np.log(float(run[kind])), np.log(float(run["tokens"]))) for run in same)
         tokens = np.exp(np.interp(bottom, *np.array(seen).T))
         cells = [f"{budget:.0e}".replace("+", ""), f"{np.exp(bottom) / 1e6:.2f}M"]
         cells += [f"{low:.2f}M to {high:.2f}M", f"{loss:.3f}", f"{tokens / np.exp(bottom):.0f}"]
         # between sizes that were run, along straight lines: a parabola is wrong so far away
-        x, y = curves(kind, neighbours=99)[budget]
+        x, y = curves(kind, 99, vocab_size)[budget]
         sizes = np.unique(x)
         means = [y[x == size].mean() for size in sizes]
         for factor in (1 / 4, 1 / 2, 2, 4):
             higher = np.interp(bottom + np.log(factor), sizes, means, np.nan, np.nan) - loss
             cells.append("–" if np.isnan(higher) else f"+{higher:.2f}")
         print("| " + " | ".join(cells) + " |")
-    low, high = np.percentile(lines[:, 0], [2.5, 97.5])
-    print(f"\nsize ~ FLOPs^{line(found)[0]:.2f}, 95 % from {low:.2f} to {high:.2f}")
+    if len(found) > 1:
+        low, high = np.percentile(line(found, optima)[0], [2.5, 97.5])
+        print(f"\nsize ~ FLOPs^{line(found)[0, 0]:.2f}, 95 % from {low:.2f} to {high:.2f}")
 
 
 def print_checks():
@@ -154,5 +160,6 @@ def draw():
 if __name__ == "__main__":
     print_curves("parameters")
     print_curves("parameters_without_embedding")
+    print_curves("parameters", vocab_size="16384")
     print_checks()
     draw()

@@ -1,7 +1,7 @@
-"""A day on a large card, an A100 or an H100: 1,024 wide and 28 layers deep as ModernBERT-large.
+"""A day on an RTX 4090 or larger: 1,024 wide and 28 layers deep as ModernBERT-large.
 
-By results/isoflop.py, continued over five orders of magnitude, such a day wants 130M to 1,300M
-parameters, so its gain over the default is not certain, and it has not been run on a card.
+A day on such a card wants as many by results/cards.py, which continues small curves over five
+orders of magnitude: so its gain over the default is not certain. It has not been run on a card.
 """
 
 out_dir = "out/day_330m"

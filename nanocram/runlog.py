@@ -245,7 +245,7 @@ class Log:
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             ratio = tokens / self.n_params
             # results/README.md, the size that a day wants: far from some 20 tokens a parameter
-            hint = ", a larger model may learn more (config/day_330m.py)" if ratio > 150 else ""
+            hint = ", a larger model may learn more (config/day_330m.py)" if ratio > 100 else ""
             hint = ", a smaller model may learn more" if ratio < 3 else hint
             self.say(
                 f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "

@@ -65,7 +65,7 @@ ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 CHUNK = 1 << 25  # tokens whose rows are shuffled in memory and written together
 SMALL = 64 << 20  # local files share a part until it has so many bytes
-PAUSE = 60.0  # seconds before the Hub is asked again; its library has tried for some 20
+PAUSE = 60.0  # seconds before the Hub is asked again; its library has tried for 20 s
 MERGED = 1 << 25  # tokens of train.bin that are merged and written at a time
 COUNTS = (
     "read kept filtered held_out empty not_utf8 tokens characters val_tokens val_characters"
@@ -116,7 +116,7 @@ def make_parts(files):
 
 
 def texts_from(files, state):
-    """Yield (text, bytes read so far), from the place in state on, which is updated.
+    """Yield (text, bytes read so far), from the place in state on, and advance state.
 
     Where a file cannot be read to its end, state["error"] says why, and nothing more comes."""
     before = sum(n_bytes for _, n_bytes in files[: state["file"]])
@@ -227,7 +227,7 @@ def new_processes(n, n_parts=0):
     settings = {name: globals()[name] for name in SETTINGS}
     pool = ProcessPoolExecutor(n, spawn, begin_process, (settings, shared))
     try:
-        # Ctrl-C is for this process: the others are started ignoring it.
+        # Ctrl-C is for this process: start all others now, ignoring it.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _ in range(n):
             pool.submit(os.getpid)
@@ -266,6 +266,8 @@ def process_part(number, files, folder, pause=0.0):
     kept, held_out, n_kept = [], [], 0
 
     for text, position in texts_from(files, state):
+        if limit and count["tokens"] >= limit:
+            break
         normal = normalise(text, tokenizer.mode)
         ids = np.append(tokenizer.encode_normal(normal), np.uint16(SEP))
         count["read"] += 1
@@ -290,8 +292,6 @@ def process_part(number, files, folder, pause=0.0):
             write_chunk(stem, number, tokenizer, kept, held_out, state, count)
             kept, held_out, n_kept = [], [], 0
         progress[number] = 4 * count["tokens"] if limit else position  # see size_of()
-        if limit and count["tokens"] >= limit:
-            break
 
     if "error" not in state:
         state["done"] = True
@@ -365,7 +365,7 @@ def process_parts(parts, folder):
                 if state.get("is_lost"):  # the Hub may answer in a while
                     if i not in lost:
                         lost.add(i)
-                        bar.write(f"{state['error']}: trying again each minute")
+                        bar.write(f"{state['error']}: it is tried again in a minute")
                     again = pool.submit(process_part, i, parts[i], folder, PAUSE)
                     futures[again] = i
                     running.add(again)
@@ -378,38 +378,39 @@ def process_parts(parts, folder):
 
 
 def merge(states, folder, path):
-    """Write train.bin: each next row is the next one of a randomly drawn chunk.
+    """Write train.bin: a list with each chunk's number once for each of its rows is shuffled, and
+    says from which chunk the next row comes.
 
     The chunks are shuffled already."""
-    pieces, counts = [], []  # [file, byte in it], rows by their number of full stops
+    chunks, counts = [], []  # [file, byte in it], rows by their number of full stops
     for number, state in enumerate(states):
-        place = 0
-        for chunk in state["chunks"]:
-            pieces.append([folder / f"part-{number:05}.train", place])
-            counts.append(chunk)
-            place += 2 * seq_len * sum(chunk)
-    numbers = np.arange(len(pieces), dtype=np.uint16 if len(pieces) < 65536 else np.uint32)
+        offset = 0
+        for n_rows in state["chunks"]:
+            chunks.append([folder / f"part-{number:05}.train", offset])
+            counts.append(n_rows)
+            offset += 2 * seq_len * sum(n_rows)
+    numbers = np.arange(len(chunks), dtype=np.uint16 if len(chunks) < 65536 else np.uint32)
     rng = np.random.default_rng(0)
     levels = []
     for n_stops in reversed(range(max(map(len, counts)))):
-        repeats = [chunk[n_stops] if n_stops < len(chunk) else 0 for chunk in counts]
+        repeats = [n_rows[n_stops] if n_stops < len(n_rows) else 0 for n_rows in counts]
         levels.append(rng.permutation(np.repeat(numbers, repeats)))
-    whose = np.concatenate(levels or [numbers[:0]])
+    chunk_of_row = np.concatenate(levels or [numbers[:0]])
     with open(path, "wb") as f:
-        n_rows = max(1, MERGED // seq_len)
-        for start in range(0, len(whose), n_rows):
-            some = whose[start : start + n_rows]
+        n = max(1, MERGED // seq_len)
+        for start in range(0, len(chunk_of_row), n):
+            some = chunk_of_row[start : start + n]
             rows = np.empty((len(some), seq_len), np.uint16)
-            by_piece = np.argsort(some, kind="stable")
-            ends = np.cumsum(np.bincount(some, minlength=len(pieces)))
-            for piece, places in zip(pieces, np.split(by_piece, ends[:-1]), strict=True):
+            by_chunk = np.argsort(some, kind="stable")
+            ends = np.cumsum(np.bincount(some, minlength=len(chunks)))
+            for chunk, places in zip(chunks, np.split(by_chunk, ends[:-1]), strict=True):
                 if len(places):
-                    file, place = piece
-                    ids = np.fromfile(file, np.uint16, seq_len * len(places), offset=place)
+                    file, offset = chunk
+                    ids = np.fromfile(file, np.uint16, seq_len * len(places), offset=offset)
                     rows[places] = ids.reshape(-1, seq_len)
-                    piece[1] += ids.nbytes
+                    chunk[1] += ids.nbytes
             f.write(rows)
-    return len(whose)
+    return len(chunk_of_row)
 
 
 def finish(states, folder, goal, settings):
@@ -449,8 +450,9 @@ def finish(states, folder, goal, settings):
         goal.rmdir()  # it is empty
     os.rename(out, goal)
     # plan.json goes last: by it a rerun knows what a kill leaves here
-    for path in folder.glob("part-*"):
-        path.unlink()
+    for path in folder.iterdir():
+        if path.name != "plan.json":
+            path.unlink()
     shutil.rmtree(folder)
     return count
 

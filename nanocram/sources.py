@@ -45,7 +45,7 @@ def is_passing(error):
         return status in (408, 429) or status >= 500
     if "OfflineMode" in repr(error):
         return False
-    # Another thread may close the session that they share, where a connection has failed.
+    # A failed request in one thread may close the session that others share.
     is_closed = isinstance(error, RuntimeError) and "closed" in str(error)
     is_lost = isinstance(error, ConnectionError | TimeoutError)
     if is_closed or is_lost or type(error).__module__.startswith(("http", "requests")):
@@ -144,7 +144,8 @@ def read_texts(file, path, column, by_line=False):
 
 
 def split_documents(file, by_line=False):
-    """Documents end at a blank line, or at each line if by_line, or at MAX_DOCUMENT characters."""
+    """Yield documents: one ends at a blank line, or at each line if by_line, or at MAX_DOCUMENT
+    characters. Some may be blank."""
     document, size = [], 0
     for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
         document.append(line)

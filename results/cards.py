@@ -114,8 +114,7 @@ def main():
         cells += [f"{tokens / 1e9:.1f}B", f"{tokens / PARAMETERS:.0f}", f"{micro_batch(card)}"]
         low, middle, high = (f"{float(f'{size / 1e6:.2g}'):g}M" for size in sizes)
         cells += [f"{glue_hours(card):.1f}", f"{middle} ({low} to {high})"]
-        # Of two neighbours the smaller one: it costs less to fine-tune and to run.
-        recipe = RECIPES[max(size for size in RECIPES if size <= max(sizes[1], min(RECIPES)))]
+        recipe = RECIPES[min(RECIPES, key=lambda size: abs(math.log(size / sizes[1])))]
         cells += [f"`{recipe}`" if recipe else "the default, 120M"]
         print("| " + " | ".join(cells) + " |")
 

@@ -114,7 +114,8 @@ def main():
         cells += [f"{tokens / 1e9:.1f}B", f"{tokens / PARAMETERS:.0f}", f"{micro_batch(card)}"]
         low, middle, high = (f"{float(f'{size / 1e6:.2g}'):g}M" for size in sizes)
         cells += [f"{glue_hours(card):.1f}", f"{middle} ({low} to {high})"]
-        recipe = RECIPES[min(RECIPES, key=lambda size: abs(math.log(size / sizes[1])))]
+        # The smallest one in the interval: it costs least to fine-tune and to run.
+        recipe = RECIPES[min([n for n in RECIPES if n >= sizes[0]], default=max(RECIPES))]
         cells += [f"`{recipe}`" if recipe else "the default, 120M"]
         print("| " + " | ".join(cells) + " |")
 

@@ -533,9 +533,11 @@ def check_settings(dev):
     for name in at_least_0.split():
         if globals()[name] < 0:
             sys.exit(f"{name}={globals()[name]} must not be negative")
-    for name in ("warmup", "cooldown", "beta1", "beta2"):
+    for name in ("warmup", "beta1", "beta2"):
         if not 0 <= globals()[name] < 1:
             sys.exit(f"{name}={globals()[name]} must be at least 0 and below 1")
+    if not 0 <= cooldown <= 1:
+        sys.exit(f"cooldown={cooldown} must be a share of the run, such as 0.65")
     lr_scale(0.0)  # exits if the schedule is unknown
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")

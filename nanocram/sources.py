@@ -194,7 +194,7 @@ def parquet_texts(file, column):
 
 
 def checked(text, column):
-    """text with U+FFFD for lone surrogates, which UTF-8 cannot hold; ValueError if it is none."""
+    """text with U+FFFD for lone surrogates, which UTF-8 cannot hold; ValueError if it is no str."""
     if not isinstance(text, str | None):
         raise ValueError(f"{column!r} holds {text!r:.40}, no text: type --text_column=NAME")
     if text and not text.isascii():

@@ -94,8 +94,6 @@ def wanted_sizes(budgets, kind="parameters"):
 
 def print_curves(kind, vocab_size="4096"):
     found = curves(kind, vocab_size=vocab_size)
-    if not found:
-        return
     optima, spread = bootstrap(found)
     print(f"\n{kind}, {vocab_size} entries; residuals have a deviation of {spread:.3f} nats\n")
     away = ("4 × too small", "2 × too small", "2 × too large", "4 × too large")

@@ -27,57 +27,59 @@ def load(default=True, vocab_size="4096"):
     return [run for run in runs if default == all(run[k] == DEFAULTS[k] for k in DEFAULTS)]
 
 
-def curves(kind, neighbours=2, vocab_size="4096"):
+def curves(kind, vocab_size="4096"):
     """{budget: (ln sizes, losses)}, a value for each run. kind: a column, of what sizes count."""
     points = {}
     for run in load(vocab_size=vocab_size):
         point = (np.log(float(run[kind])), float(run["val_loss_15"]))
         points.setdefault(float(run["budget_flops"]), []).append(point)
-    found = {}
-    for budget in sorted(points):
-        x, y = np.array(sorted(points[budget])).T
-        sizes = np.unique(x)
-        lowest = np.argmin([y[x == size].mean() for size in sizes])
-        near = np.isin(x, sizes[max(0, lowest - neighbours) : lowest + neighbours + 1])
-        if len(sizes) > 2:
-            found[budget] = (x[near], y[near])
-    return found
+    found = {budget: np.array(sorted(points[budget])).T for budget in sorted(points)}
+    return {budget: (x, y) for budget, (x, y) in found.items() if len(set(x)) > 2}
 
 
-def lowest_point(x, y):
-    """(ln size, loss, curvature) at a parabola's lowest point; each size weighs the same."""
-    runs_of_size = (x[:, None] == x).sum(1)
-    a, b, c = np.polyfit(x, y, 2, w=runs_of_size**-0.5)
-    return -b / (2 * a), c - b * b / (4 * a), a
+def mean_losses(x, y):
+    """(ln sizes, mean losses), a value for each size."""
+    sizes = np.unique(x)
+    return sizes, np.array([y[x == size].mean() for size in sizes])
+
+
+def parabola(x, y):
+    """(polynomial, lowest point, which runs it goes through); each size weighs the same."""
+    sizes, means = mean_losses(x, y)
+    lowest = np.argmin(means)
+    near = np.isin(x, sizes[max(0, lowest - 2) : lowest + 3])
+    runs_of_size = (x[near, None] == x[near]).sum(1)
+    curve = np.poly1d(np.polyfit(x[near], y[near], 2, w=runs_of_size**-0.5))
+    return curve, -curve[1] / (2 * curve[2]), near
 
 
 def line(found, optima=None):
     """(exponent, ln size at 1 FLOP) of size ~ budget^exponent; of each row of optima, if given."""
     if optima is None:
-        optima = np.array([[lowest_point(x, y)[0] for x, y in found.values()]])
+        optima = np.array([[parabola(x, y)[1] for x, y in found.values()]])
     return np.polyfit(np.log(list(found)), optima.T, 1)
 
 
 def bootstrap(found):
     """(optima, standard deviation of a residual); optima have a row a draw.
 
-    Residuals of all runs are redrawn onto the parabolas. They hold the spread of seeds and what is
-    no parabola, and are scaled up for the three numbers that each parabola took from them. A draw
-    without a lowest point is drawn again."""
+    Residuals of all runs are redrawn onto the parabolas, or beside one onto the size's mean. They
+    hold the spread of seeds and what is no parabola, and are scaled up for the three numbers that
+    each parabola took from them. Each draw chooses its runs anew; one without a lowest point is
+    drawn again."""
     rng = np.random.default_rng(0)
-    at = {}
+    at, residuals = {}, []
     for budget, (x, y) in found.items():
-        bottom, loss, a = lowest_point(x, y)
-        at[budget] = loss + a * (x - bottom) ** 2
-    residuals = np.concatenate([y - at[budget] for budget, (_, y) in found.items()])
+        curve, _, near = parabola(x, y)
+        at[budget] = np.where(near, curve(x), np.interp(x, *mean_losses(x, y)))
+        residuals.extend((y - curve(x))[near])
     n = len(residuals)
-    residuals *= np.sqrt(n / (n - 3 * len(found)))
+    residuals = np.array(residuals) * np.sqrt(n / (n - 3 * len(found)))
     optima = []
     while len(optima) < DRAWS:
-        drawn = {b: (x, at[b] + rng.choice(residuals, len(x))) for b, (x, _) in found.items()}
-        lowest = [lowest_point(x, y) for x, y in drawn.values()]
-        if all(a > 0 for *_, a in lowest):
-            optima.append([bottom for bottom, *_ in lowest])
+        drawn = [parabola(x, at[b] + rng.choice(residuals, len(x))) for b, (x, _) in found.items()]
+        if all(curve[2] > 0 for curve, *_ in drawn):
+            optima.append([bottom for _, bottom, _ in drawn])
     return np.array(optima), residuals.std()
 
 
@@ -100,21 +102,19 @@ def print_curves(kind, vocab_size="4096"):
     print("| FLOPs | lowest at | 95 % | loss | tokens for each |", " | ".join(away), "|")
     print("| --- |" + " ---: |" * 8)
     for i, (budget, (x, y)) in enumerate(found.items()):
-        bottom, loss, _ = lowest_point(x, y)
+        curve, bottom, _ = parabola(x, y)
         low, high = np.exp(np.percentile(optima[:, i], [2.5, 97.5])) / 1e6
         runs = load(vocab_size=vocab_size)
         same = [run for run in runs if float(run["budget_flops"]) == budget]
         seen = sorted((np.log(float(run[kind])), np.log(float(run["tokens"]))) for run in same)
         tokens = np.exp(np.interp(bottom, *np.array(seen).T))
         cells = [f"{budget:.0e}".replace("+", ""), f"{np.exp(bottom) / 1e6:.2f}M"]
-        cells += [f"{low:.2f}M to {high:.2f}M", f"{loss:.3f}", f"{tokens / np.exp(bottom):.0f}"]
+        cells += [f"{low:.2f}M to {high:.2f}M", f"{curve(bottom):.3f}"]
+        cells += [f"{tokens / np.exp(bottom):.0f}"]
         # between sizes that were run, along straight lines: a parabola is wrong so far away
-        x, y = curves(kind, 99, vocab_size)[budget]
-        sizes = np.unique(x)
-        means = [y[x == size].mean() for size in sizes]
         for factor in (1 / 4, 1 / 2, 2, 4):
-            higher = np.interp(bottom + np.log(factor), sizes, means, np.nan, np.nan) - loss
-            cells.append("–" if np.isnan(higher) else f"+{higher:.2f}")
+            loss = np.interp(bottom + np.log(factor), *mean_losses(x, y), np.nan, np.nan)
+            cells.append("–" if np.isnan(loss) else f"+{loss - curve(bottom):.2f}")
         print("| " + " | ".join(cells) + " |")
     if len(found) > 1:
         low, high = np.percentile(line(found, optima)[0], [2.5, 97.5])
@@ -142,14 +142,13 @@ def draw():
     import matplotlib.pyplot as plt
 
     fig, ax = plt.subplots(figsize=(7, 4.2))
-    everything = curves("parameters", neighbours=99)
     for i, (budget, (x, y)) in enumerate(curves("parameters").items()):
-        ax.plot(np.exp(everything[budget][0]) / 1e6, everything[budget][1], "o", c=f"C{i}", ms=4)
-        bottom, loss, a = lowest_point(x, y)
-        smooth = np.linspace(x.min() - 0.1, x.max() + 0.1, 50)
-        ax.plot(np.exp(smooth) / 1e6, loss + a * (smooth - bottom) ** 2, c=f"C{i}", lw=1)
+        curve, bottom, near = parabola(x, y)
+        ax.plot(np.exp(x) / 1e6, y, "o", c=f"C{i}", ms=4)
+        smooth = np.linspace(x[near].min() - 0.1, x[near].max() + 0.1, 50)
+        ax.plot(np.exp(smooth) / 1e6, curve(smooth), c=f"C{i}", lw=1)
         label = f"{budget:.0e} FLOPs: {np.exp(bottom) / 1e6:.2f}M".replace("+", "")
-        ax.plot(np.exp(bottom) / 1e6, loss, "*", c=f"C{i}", ms=11, label=label)
+        ax.plot(np.exp(bottom) / 1e6, curve(bottom), "*", c=f"C{i}", ms=11, label=label)
     ax.set(xscale="log", xlabel="million parameters", ylabel="held-out loss, 15 % masked")
     ax.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
     ax.xaxis.set_minor_locator(plt.NullLocator())

@@ -1,7 +1,7 @@
-"""A day on an RTX 4090 or larger: 1,024 wide and 28 layers deep as ModernBERT-large.
+"""A day on an A100 or larger: 1,024 wide and 28 layers deep as ModernBERT-large.
 
 By results/cards.py a day on such a card wants about so many parameters. That continues small
-curves over five orders of magnitude, so a gain over the default is not certain, and not measured.
+curves over four orders of magnitude, so a gain over the default is not certain, and not measured.
 """
 
 out_dir = "out/day_330m"

@@ -244,12 +244,13 @@ class Log:
             tokens = state.row * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             ratio = tokens / self.n_params
-            # results/README.md, the size that a day wants: far from some 20 tokens a parameter
-            hint = ", a larger model may learn more (config/day_330m.py)" if ratio > 100 else ""
-            hint = ", a smaller model may learn more" if ratio < 3 else hint
+            hint = ""
+            if not 2 < ratio < 150:  # results/README.md, the size that a day wants: some 20
+                wanted = self.n_params * (ratio / 20) ** 0.5
+                hint = f": a model of {wanted / 1e6:.1f}M may learn more, see config/day_330m.py"
             self.say(
                 f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "
-                f"{epochs:.2f} epochs, {ratio:.1f} tokens a parameter{hint}"
+                f"{epochs:.2f} epochs, {ratio:.1f} tokens for each parameter{hint}"
             )
 
     def close_bar(self):

@@ -5,7 +5,7 @@
 A step of train.py's defaults is taken apart into what it multiplies, what it moves and how often it
 starts a kernel, and a card's time is the sum of the three, as if nothing overlapped. Compiling,
 evaluating and saving, some 1 % of a day, are left out. The size that a day wants is the line of
-isoflop.py, continued over five orders of magnitude.
+isoflop.py, continued over four orders of magnitude.
 """
 
 import math

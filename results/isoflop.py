@@ -150,7 +150,8 @@ def draw():
         label = f"{budget:.0e} FLOPs: {np.exp(bottom) / 1e6:.2f}M".replace("+", "")
         ax.plot(np.exp(bottom) / 1e6, curve(bottom), "*", c=f"C{i}", ms=11, label=label)
     ax.set(xscale="log", xlabel="million parameters", ylabel="held-out loss, 15 % masked")
-    ax.set_xticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+    sizes = [0.25, 0.5, 1, 2, 4, 8]
+    ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
     ax.xaxis.set_minor_locator(plt.NullLocator())
     ax.legend(frameon=False)
     fig.tight_layout()

@@ -245,12 +245,13 @@ class Log:
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             ratio = tokens / self.n_params
             hint = ""
-            if not 2 < ratio < 150:  # results/README.md, the size that a day wants: some 20
-                wanted = self.n_params * (ratio / 20) ** 0.5
-                hint = f": a model of {wanted / 1e6:.1f}M may learn more, see config/day_330m.py"
+            if not 2 < ratio < 150:  # some 20 are best: results/README.md
+                wanted = self.n_params * (ratio / 20) ** 0.5  # at as many FLOPs
+                recipe = "day_330m.py" if ratio > 20 else "tiny.py or config/small.py"
+                hint = f"; a model of {wanted / 1e6:.1f}M may learn more, see config/{recipe}"
             self.say(
                 f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "
-                f"{epochs:.2f} epochs, {ratio:.1f} tokens for each parameter{hint}"
+                f"{epochs:.2f} epochs, {ratio:.1f} tokens per parameter{hint}"
             )
 
     def close_bar(self):

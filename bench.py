@@ -34,7 +34,7 @@ SETTINGS = configure(globals(), also=train)
 from nanocram import machine, safety
 from nanocram.data import IGNORE, Rows, load_meta
 from nanocram.model_folder import NATIVE, modernbert_config
-from nanocram.tokenizer import SPECIAL
+from nanocram.tokenizer import SPECIAL, Tokenizer
 
 DISCARDED = 3  # of the measured steps, the first: clocks and caches have yet to find their level
 ROUNDS = 5  # of a comparison: models take turns, so that other work on the machine hits both
@@ -69,10 +69,11 @@ def new_run():
     if (folder / "meta.json").exists():
         load_meta(folder, vocab_size=train.vocab_size, seq_len=train.seq_len)
         rows = Rows(folder / "train.bin", train.seq_len, dev)
+        tokenizer = Tokenizer(folder / "tokenizer.json")
     else:
         print(f"data         {folder} is not prepared: rows of random tokens")
-        rows = RandomRows(train.seq_len, dev)
-    return train.Run(rows, {}, None, dev, amp_dtype)
+        rows, tokenizer = RandomRows(train.seq_len, dev), None
+    return train.Run(rows, {}, tokenizer, dev, amp_dtype)
 
 
 def median_and_range(values, form=",.0f"):
@@ -92,7 +93,7 @@ def measure_speed(run):
     dev = run.device
     full_batch = train.batch_size
     held_out_rows = run.rows.read(0, train.micro_batch)
-    setup_seconds, _ = machine.timed(dev, train.find_micro_batch, run, held_out_rows)
+    setup_seconds, _ = machine.timed(dev, train.compile_and_fit, run, held_out_rows)
     if dev.type == "cuda":  # the search holds memory that a step does not
         torch.cuda.reset_peak_memory_stats()
     first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
@@ -108,8 +109,7 @@ def measure_speed(run):
     speeds = [n_rows * train.seq_len / s for s in seconds[DISCARDED:]]
     limit = max(limit, machine.matmul_rate(dev, run.amp_dtype))
 
-    flops_per_token = run.model.flops_per_token(train.seq_len, train.mask_count(MIDDLE))
-    flops = statistics.median(speeds) * flops_per_token
+    flops = statistics.median(speeds) * run.model.flops_per_token(*train.row_shape(MIDDLE))
     print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} rows")
     # the fewer rows a step has, the larger is the share of the update, which counts as no FLOPs
     print(
@@ -133,9 +133,9 @@ def measure_parts(run):
 
     for i in range(bench_steps):
         first_row = run.state.row + (i + 1) * run.micro_batch
-        data, batch = timed(train.masked_batch, run, first_row, train.mask_count(MIDDLE))
-        forward, loss = timed(run.loss_fn, *batch)
-        backward, _ = timed(run.scaler.scale(loss).backward)
+        data, batch = timed(train.masked_batch, run, first_row, train.row_shape(MIDDLE))
+        forward, sums = timed(run.loss_fn, *batch)
+        backward, _ = timed(run.scaler.scale(sums["loss"]).backward)
         run.model.zero_grad()
         step, _ = timed(step_of, run, 1)
         update = max(0.0, step - data - forward - backward)
@@ -189,16 +189,15 @@ def make_step(model, loss_fn):
 
 
 def make_rivals(config, batch, dev, amp_dtype):
-    """({name: model}, {name: its mean loss of batch, a function}): a ModernBERT of ours and
-    transformers' with either head. batch: as train.masked_batch() makes it."""
+    """{name: (model, its mean loss of batch, a function)}: a ModernBERT of ours and transformers'
+    with either head. batch: as train.masked_batch() makes it."""
     from transformers import ModernBertConfig, ModernBertForMaskedLM
 
     ids, positions, labels = batch  # (B, T), (B, K), (B, K)
     config = replace(config, **NATIVE, head_transform=True, n_narrow=0, dropout=0.0)
     ours = MaskedLM(config).to(dev)
     summed = make_loss(ours, dev, amp_dtype)
-    models = {"nanocram": ours}
-    loss_fns = {"nanocram": lambda: summed(*batch) / labels.numel()}
+    rivals = {"nanocram": (ours, lambda: summed(*batch)["loss"] / labels.numel())}
 
     all_labels = torch.full_like(ids, IGNORE).scatter(1, positions, labels)  # (B, T)
     for head in ("dense", "sparse"):  # logits at all tokens, or at the masked ones
@@ -209,18 +208,17 @@ def make_rivals(config, batch, dev, amp_dtype):
             with mixed_precision(dev, amp_dtype):
                 return theirs(input_ids=ids, labels=all_labels).loss
 
-        models[f"transformers, {head} head"] = theirs
-        loss_fns[f"transformers, {head} head"] = loss_fn
-    return models, loss_fns
+        rivals[f"transformers, {head} head"] = theirs, loss_fn
+    return rivals
 
 
 def compare_models(run):
     """Print a table of tokens/s: ours beside transformers' with either head."""
     dev = run.device
     print("compare      with transformers' ModernBERT, some minutes", flush=True)
-    batch = train.masked_batch(run, 0, train.mask_count(MIDDLE))
-    models, loss_fns = make_rivals(run.model.config, batch, dev, run.amp_dtype)
-    steps = {name: make_step(models[name], loss_fns[name]) for name in models}
+    batch = train.masked_batch(run, 0, train.row_shape(MIDDLE))
+    rivals = make_rivals(run.model.config, batch, dev, run.amp_dtype)
+    steps = {name: make_step(*rival) for name, rival in rivals.items()}
     for step in steps.values():  # the first step compiles
         for _ in range(4):
             step()

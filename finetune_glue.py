@@ -90,8 +90,6 @@ class Ours:
             self.pretrained = model_folder.load(folder)
         except ValueError as e:
             sys.exit(str(e))
-        if isinstance(self.pretrained, Classifier):
-            sys.exit(f"{folder} is fine-tuned already: name the folder that train.py wrote")
         self.tokenizer = Tokenizer(folder / "tokenizer.json")
         self.config = replace(self.pretrained.config, dropout=glue_dropout)
         self.max_seq_len = self.config.max_seq_len

@@ -8,6 +8,7 @@ Shapes: B rows of T tokens, of which K are predicted; C channels in H heads of D
 entries.
 """
 
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
@@ -18,16 +19,11 @@ from torch import nn
 ROPE_THETA = 10000.0
 
 
-def relu_squared(x):
-    """arXiv 2109.08668."""
-    return F.relu(x).square()
-
-
 # Activation functions of the MLP. If a name ends in "glu", the function is applied to one half of
 # the first matrix's output, which then gates the other half (arXiv 2002.05202).
 ACTIVATIONS = {
     "geglu": F.gelu,
-    "relu2": relu_squared,
+    "relu2": lambda x: F.relu(x).square(),  # arXiv 2109.08668
     "gelu": F.gelu,  # BERT's
 }
 CHOICES = {
@@ -109,7 +105,9 @@ def rotate(x, cos, sin):
 
 
 def gather_positions(x, positions):
-    """The vectors (B, K, C) of x (B, T, C) at positions (B, K)."""
+    """The vectors (B, K, C) of x (B, T, C) at positions (B, K); all of x if positions is None."""
+    if positions is None:
+        return x
     B, T, _ = x.shape
     # One flat index_select: its shape is static, and its backward pass a single kernel.
     first = torch.arange(B, device=x.device)[:, None] * T
@@ -154,13 +152,13 @@ class Embeddings(nn.Module):
         return self.drop(self.norm(x))
 
 
-def attend_by_products(q, k, v, attn_bias, dropout):
+def attend_by_products(q, k, v, mask, dropout):
     """F.scaled_dot_product_attention, with the scores of all heads in memory.
 
     On a CPU in bfloat16 it takes 0.4 of the time of torch's kernel, and with 512 keys 0.7."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, H, K, T)
-    if attn_bias is not None:
-        scores = scores + attn_bias
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
     return F.dropout(scores.softmax(-1), dropout) @ v
 
 
@@ -179,18 +177,17 @@ class Attention(nn.Module):
         self.Wv = nn.Linear(C, C, bias=bias)
         self.Wo = nn.Linear(C, C, bias=bias)
 
-    def heads(self, x):
+    def split_heads(self, x):
         """(B, T, C) -> (B, T, H, D)."""
         return x.unflatten(-1, (self.n_head, -1))
 
-    def forward(self, x, context, rope, attn_bias, positions):
-        """Vectors x (B, K, C), at positions (B, K) of their rows, attend to context (B, T, C).
+    def forward(self, queries, context, rope, attention_mask, positions):
+        """The queries (B, K, C), at positions (B, K) of their rows, attend to context (B, T, C).
 
-        positions None: x is at all T positions. rope: cos and sin (T, 1, D), or None. attn_bias
-        (B, 1, 1, T) is added to the scores: 0, or −inf at padding; or None."""
-        q = self.heads(self.Wq(x))  # (B, K, H, D)
-        k = self.heads(self.Wk(context))  # (B, T, H, D)
-        v = self.heads(self.Wv(context))
+        positions None: at all T of them. rope: cos and sin (T, 1, D), or None."""
+        q = self.split_heads(self.Wq(queries))  # (B, K, H, D)
+        k = self.split_heads(self.Wk(context))  # (B, T, H, D)
+        v = self.split_heads(self.Wv(context))
         if rope is not None:
             cos, sin = rope
             k = rotate(k, cos, sin)
@@ -198,11 +195,12 @@ class Attention(nn.Module):
                 cos, sin = cos[positions], sin[positions]  # (B, K, 1, D): the same for every head
             q = rotate(q, cos, sin)
         # transpose after the rotation: the other way round, q and k are copied twice
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, K or T, D)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, K or T, D)
         dropout = self.dropout if self.training else 0.0
+        mask = None if attention_mask is None else attention_mask[:, None, None].bool()
         by_products = q.is_cpu and q.dtype == torch.bfloat16 and k.shape[2] <= 512
         attend = attend_by_products if by_products else F.scaled_dot_product_attention
-        y = attend(q, k, v, attn_bias, dropout)  # (B, H, K, D)
+        y = attend(q, k, v, mask, dropout)  # (B, H, K, D)
         return self.Wo(y.transpose(1, 2).flatten(2))
 
 
@@ -241,23 +239,24 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, attn_bias, context=None, positions=None):
-        """x (B, T, C) attends to itself; or, with a context (B, T, C), the vectors x (B, K, C) at
-        positions (B, K) attend to the context. A pre-norm block norms both x and context."""
+    def forward(self, x, rope=None, attention_mask=None, positions=None, chosen=None):
+        """x (B, T, C) has all tokens of each row, in order; attention_mask (B, T) is 0 at padding,
+        None where there is none. Returns the vectors at positions (B, K), or all of them.
+
+        chosen (B, K, C): what NarrowBERT's earlier layers have made of those vectors."""
+        # all tokens, in order: what mixes neighbours belongs here
+        context = x if self.post_norm else self.attn_norm(x)  # (B, T, C)
+
+        # from here on only the chosen tokens (B, K, C), in random order
+        if chosen is None:
+            chosen, queries = gather_positions(x, positions), gather_positions(context, positions)
+        else:
+            queries = chosen if self.post_norm else self.attn_norm(chosen)
+        chosen = chosen + self.drop(self.attn(queries, context, rope, attention_mask, positions))
         if self.post_norm:
-            context = x if context is None else context
-            x = self.attn_norm(x + self.drop(self.attn(x, context, rope, attn_bias, positions)))
-            return self.mlp_norm(x + self.drop(self.mlp(x)))
-        normed = self.attn_norm(x)
-        context = normed if context is None else self.attn_norm(context)
-        x = x + self.drop(self.attn(normed, context, rope, attn_bias, positions))
-        return x + self.drop(self.mlp(self.mlp_norm(x)))
-
-
-def padding_bias(attention_mask, dtype):
-    """What SDPA adds to scores, (B, 1, 1, T): 0, and −inf where attention_mask (B, T) is 0."""
-    padding = ~attention_mask.bool()[:, None, None]
-    return torch.zeros_like(padding, dtype=dtype).masked_fill_(padding, -torch.inf)
+            chosen = self.attn_norm(chosen)
+            return self.mlp_norm(chosen + self.drop(self.mlp(chosen)))
+        return chosen + self.drop(self.mlp(self.mlp_norm(chosen)))
 
 
 def pick_residual_dtype(device, product_dtype):
@@ -272,10 +271,9 @@ def pick_residual_dtype(device, product_dtype):
 class Encoder(nn.Module):
     """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given.
 
-    A full layer computes all T positions. A narrow layer computes only the K positions, with keys
-    and values from all T. The last layer is always narrow, which changes no result: nothing reads
-    its other outputs. With n_narrow > 1 the last n_narrow layers are narrow, and all of them take
-    keys and values from the last full layer (NarrowBERT, arXiv 2301.04761)."""
+    The last layer returns the K positions alone, which changes no result: nothing reads its other
+    outputs. With n_narrow > 1 the last n_narrow layers compute only the K positions, and take keys
+    and values from the last full layer (NarrowBERT, arXiv 2301.04761)."""
 
     def __init__(self, config):
         super().__init__()
@@ -292,41 +290,27 @@ class Encoder(nn.Module):
             self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
     def forward(
-        self,
-        ids,
-        positions=None,
-        attention_mask=None,
-        token_type_ids=None,
-        residual_dtype=None,
+        self, ids, positions=None, attention_mask=None, token_type_ids=None, residual_dtype=None
     ):
         """attention_mask (B, T) is 0 at padding. residual_dtype: see pick_residual_dtype();
         post-norm models ignore it, because their norms return float32 anyway."""
         x = self.embeddings(ids, token_type_ids)  # (B, T, C)
-        # cast RoPE's tables and the bias once, here, and not in every block
-        device_type = x.device.type
-        query_dtype = x.dtype
-        if torch.is_autocast_enabled(device_type):
-            query_dtype = torch.get_autocast_dtype(device_type)
         rope = None
-        if self.rope:
-            T = ids.shape[1]
+        if self.rope:  # cast the tables once, here, and not in every block
+            T, device_type, query_dtype = ids.shape[1], x.device.type, x.dtype
+            if torch.is_autocast_enabled(device_type):
+                query_dtype = torch.get_autocast_dtype(device_type)
             tables = self.rope_cos[:T, None], self.rope_sin[:T, None]  # (T, 1, D)
             rope = tuple(table.to(query_dtype) for table in tables)
-        attn_bias = None
-        if attention_mask is not None:
-            attn_bias = padding_bias(attention_mask, query_dtype)
         full_dtype = x.dtype
         if residual_dtype and self.n_full and not self.post_norm:
             x = x.to(residual_dtype)
         for layer in self.layers[: self.n_full]:
-            x = layer(x, rope, attn_bias)
-        x = x.to(full_dtype)
-        context = x
-        if positions is not None:
-            x = gather_positions(x, positions)  # (B, K, C)
+            x = layer(x, rope, attention_mask)
+        x, chosen = x.to(full_dtype), None
         for layer in self.layers[self.n_full :]:
-            x = layer(x, rope, attn_bias, context, positions)
-        return self.final_norm(x)
+            chosen = layer(x, rope, attention_mask, positions, chosen)  # (B, K, C)
+        return self.final_norm(chosen)
 
 
 def make_head(config):
@@ -369,12 +353,7 @@ class MaskedLM(nn.Module):
                 nn.init.zeros_(layer.mlp.Wo.weight)
 
     def forward(
-        self,
-        ids,
-        positions=None,
-        attention_mask=None,
-        token_type_ids=None,
-        residual_dtype=None,
+        self, ids, positions=None, attention_mask=None, token_type_ids=None, residual_dtype=None
     ):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without."""
         hidden = self.model(ids, positions, attention_mask, token_type_ids, residual_dtype)
@@ -387,21 +366,47 @@ class MaskedLM(nn.Module):
         causal). What only the n_predicted tokens of a row go through counts by their share. Norms,
         biases and the optimiser are not counted."""
         share = n_predicted / seq_len
-        n_full = self.model.n_full
-        n_layer = self.config.n_layer
-        for_all = list(self.model.layers[:n_full])
+        narrow_layers = self.model.layers[self.model.n_full :]
         for_predicted = [self.head, self.decoder]
-        for layer in self.model.layers[n_full:]:
-            for_all += [layer.attn.Wk, layer.attn.Wv]
+        for layer in narrow_layers:
             for_predicted += [layer.attn.Wq, layer.attn.Wo, layer.mlp]
-        weights = matrix_weights(for_all) + share * matrix_weights(for_predicted)
-        attention_layers = n_full + share * (n_layer - n_full)  # by the queries they compute
+        all_weights = matrix_weights([self.model.layers, self.head, self.decoder])
+        weights = all_weights - (1 - share) * matrix_weights(for_predicted)
+        # attention counts by the queries that a layer computes
+        attention_layers = self.config.n_layer - (1 - share) * len(narrow_layers)
         return 6 * weights + 12 * attention_layers * seq_len * self.config.n_embd
 
 
 def matrix_weights(modules):
     """The number of weights in the matrices of modules."""
     return sum(p.numel() for module in modules for p in module.parameters() if p.ndim == 2)
+
+
+@torch.no_grad()
+def check_mixing(config):
+    """Exit if an edit mixes tokens where only some are left, or text with its padding: if a small
+    model of config has other logits at some positions than everywhere, or beside padding."""
+    sizes = {"n_narrow": min(config.n_narrow, 2), "n_layer": 4, "vocab_size": 32, "n_inner": 16}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MaskedLM(replace(config, **sizes, n_embd=8 * config.n_head)).eval()
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)  # what starts at zero would hide its effect
+        ids = torch.randint(4, 32, (2, 8))
+    attention_mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
+    positions = torch.tensor([[6, 0, 3], [4, 1, 2]])
+    everywhere = model(ids, None, attention_mask)
+    at_positions = gather_positions(everywhere, positions)
+    if not torch.allclose(model(ids, positions, attention_mask), at_positions, 1e-3, 1e-3):
+        sys.exit(
+            "an edit of model.py mixes tokens where only some are left, in random order: put it at "
+            "the top of Block.forward(), where x has them all"
+        )
+    if not torch.allclose(model(ids[1:, :5]), everywhere[1:, :5], 1e-3, 1e-3):
+        sys.exit(
+            "an edit of model.py mixes text with its padding: before it, in Block.forward(), put "
+            "x = x if attention_mask is None else x * attention_mask[..., None]"
+        )
 
 
 def mixed_precision(device, dtype):
@@ -413,10 +418,11 @@ def mixed_precision(device, dtype):
 
 
 def make_loss(model, device, amp_dtype):
-    """loss_fn(ids (B, T), positions (B, K), labels (B, K)): cross-entropy in nats, a 0-d tensor.
+    """loss_fn(ids (B, T), positions (B, K), labels (B, K)): {"loss": cross-entropy in nats}.
 
-    It is the sum over all labels that are not -100. Evaluations call it too: put an auxiliary loss
-    or smoothed labels behind `if model.training`."""
+    "loss", a 0-d tensor, is the sum over all labels that are not -100, and is minimised. Further
+    sums, of any name, are logged: log.csv has their means per label. Evaluations call it too: put
+    an auxiliary loss or smoothed labels behind `if model.training`."""
     residual_dtype = pick_residual_dtype(device, amp_dtype)
 
     def loss_fn(ids, positions, labels):
@@ -425,7 +431,8 @@ def make_loss(model, device, amp_dtype):
         logits = logits.flatten(0, 1)  # (B · K, V): there are none for other positions
         # no float32 copy of the logits: it would take 6 % of a CPU step at 1M parameters. In
         # bfloat16 the loss is exact to 1e-4, the gradient to 0.2 %.
-        return F.cross_entropy(logits, labels.flatten(), reduction="none").float().sum()
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none").float()
+        return {"loss": losses.sum()}
 
     return loss_fn
 

@@ -15,8 +15,10 @@ import math
 import os
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from statistics import fmean
 
 from nanocram.settings import configure
 
@@ -29,7 +31,7 @@ seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
-micro_batch = 256               # rows per forward pass; halved at the start if memory runs out
+micro_batch = 256               # rows per pass; where memory runs out, a smaller divisor of it
 batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
 batch_ramp = 0.6                # share of the run in which they grow from 0 to it (paper 4.3) ...
 batch_start = 1024              # ... but never below this
@@ -82,7 +84,7 @@ offload = False                 # keep weights, gradients and optimiser state in
 # what is logged and saved
 evals = 20                      # evaluations, evenly spread over the run, and one at the end
 eval_rows = 4096                # held-out rows in each
-log_every = 10                  # optimiser steps per row of log.csv
+log_every = 10                  # optimiser steps per line of log.csv
 checkpoint_minutes = 10.0       # between checkpoints; 0 = only around step 1 and at the end
 wandb_project = ""              # log to this project of wandb.ai too (pip install wandb)
 samples = (                     # sentences to fill in, a | between two; '' = none
@@ -98,12 +100,12 @@ SETTINGS = configure(globals())  # {name: default}; before the slow imports, so 
 import numpy as np
 import torch
 
-from model import MaskedLM, ModelConfig, make_loss
+from model import MaskedLM, ModelConfig, check_mixing, make_loss
 from nanocram import checkpoint, machine, model_folder, parallel, runlog, safety
 from nanocram.data import IGNORE, Rows, held_out, load_meta
 from nanocram.muon import Muon
 from nanocram.offload import Streamed
-from nanocram.tokenizer import MASK, Tokenizer
+from nanocram.tokenizer import CLS, MASK, Tokenizer
 
 GO_ON = "the same command with --init=resume goes on from the last checkpoint, if there is one"
 MAX_SKIPPED = 50  # skipped steps in a row that end a run; float16 needs some to find its loss scale
@@ -134,20 +136,22 @@ def batch_rows(progress):
     below batch_start (paper 4.3)."""
     if progress >= batch_ramp:
         return batch_size
+    # by the setting, not run.micro_batch: the steps are the same on a smaller card
     micro_batches = int(batch_size * progress / (batch_ramp * micro_batch)) + 1
     return min(batch_size, max(batch_start, micro_batch * micro_batches))
 
 
-def mask_count(progress):
-    """Tokens to predict in each row. It falls in four stages, since each is a shape to compile."""
+def row_shape(progress):
+    """(tokens, tokens to predict) of each row of a pass; the tokens divide seq_len, and rows of the
+    data are cut into so many. Each shape is compiled, so the masking rate falls in four stages."""
     stage = min(3, int(4 * progress))
     rate = mask_rate + (mask_rate_end - mask_rate) * stage / 3
-    return max(1, round(seq_len * rate))
+    return seq_len, max(1, round(seq_len * rate))
 
 
-def mask_counts():
-    """All values of mask_count() in a run, the largest first."""
-    return sorted({mask_count(i / 1000) for i in range(1001)}, reverse=True)
+def row_shapes():
+    """All values of row_shape() in a run, the largest first."""
+    return sorted({row_shape(i / 1000) for i in range(1001)}, reverse=True)
 
 
 # -----------------------------------------------------------------------------
@@ -163,16 +167,16 @@ class State:
     skipped: int = 0  # steps whose loss or gradient was not finite
     consecutive_skips: int = 0  # those since the last step that was taken
     evals_done: int = -1  # number of the last evaluation; 0 is the one before the first step
-    logged: int = -1  # step of the last row in log.csv
-    loss_sum: float = 0.0  # over the steps since that row; the next row has their mean
-    loss_count: int = 0
+    logged: int = -1  # step of the last line in log.csv
+    measured: dict = field(default_factory=dict)  # {name: (count, sum)} of the steps since it
     elapsed: float = 0.0  # seconds of the budget that were used up at the save
     step_seconds: float = 0.0  # what the last step took; before the first one, an estimate
     eval_seconds: float = 0.0  # what the last evaluation took
     save_seconds: float = 0.0  # what the last save took
-    setup_seconds: float = 0.0  # what compiling took, over all resumes
+    setup_seconds: float = 0.0  # compiling, and finding micro_batch; over all resumes
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
     last: dict = field(default_factory=dict)  # what the last step has for log.csv
+    tensors: dict = field(default_factory=dict)  # {name: tensor} of a fork, such as mean weights
 
 
 class Clock:
@@ -216,11 +220,12 @@ class Clock:
 # The objective
 
 
-def draw_masks(rows, n_predict):
+def draw_masks(run, rows, n_predict):
     """(ids (B, T), positions (B, K), labels (B, K)) of rows (B, T), with K = n_predict.
 
     Of a row's K positions mask_token_share become [MASK], the next random_token_share a random
-    token, the rest stays. [CLS], at position 0, is never chosen."""
+    token, the rest stays. [CLS], at position 0, is never chosen. run is for rules of yours: where
+    words begin, (B, T), says run.begins_word[rows]."""
     B, T = rows.shape
     # the K largest of T - 1 random numbers: K places without replacement, in random order
     scores = torch.rand(B, T - 1, device=rows.device)
@@ -237,14 +242,17 @@ def draw_masks(rows, n_predict):
     return rows.scatter(1, positions, replaced), positions, labels
 
 
-def masked_batch(run, first_row, n_predict):
-    """The micro-batch from first_row on, masked.
+def masked_batch(run, first_row, shape):
+    """The micro-batch from first_row on, in rows of a row_shape(), masked.
 
     Masks and dropout are drawn from (seed, first_row), so a checkpoint needs no random state. The
-    same rows, micro_batch and n_predict get the same masks on any rank and after any resume."""
+    same rows, micro_batch and shape get the same masks on any rank and after any resume."""
+    n_tokens, n_predict = shape
     batch_seed = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
     torch.manual_seed(int(batch_seed))
-    return draw_masks(run.rows.fetch(first_row, run.micro_batch), n_predict)
+    rows = run.rows.fetch(first_row, run.micro_batch).view(-1, n_tokens)
+    rows[:, 0] = CLS  # rows of the data begin with it; those that were cut out of them may not
+    return draw_masks(run, rows, n_predict)
 
 
 # -----------------------------------------------------------------------------
@@ -252,29 +260,45 @@ def masked_batch(run, first_row, n_predict):
 
 
 def build_optimizers(model, amp_dtype):
-    """[AdamW or Adam, and perhaps Muon]; each group keeps its peak learning rate as "peak_lr"."""
-    # the blocks' matrices go to Muon; norms and biases have no weight decay
-    matrices, decayed, exempt = [], [], []
-    for name, p in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            exempt.append(p)
-        elif optimizer == "muon" and ".layers." in name and p.ndim == 2:
-            matrices.append(p)
-        else:
-            decayed.append(p)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": exempt, "weight_decay": 0.0},
-    ]
+    """[AdamW or Adam, and perhaps one for the blocks' matrices]. Each group of parameters has its
+    peak learning rate as "peak_lr", and the name of the rate's column in log.csv as "column"."""
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if ".layers." in name and p.ndim == 2]
+    if optimizer == "muon":
+        others = [Muon(matrices, muon_lr, muon_weight_decay, dtype=amp_dtype)]
+    elif optimizer in ("adamw", "adam"):
+        others = []
+    else:
+        sys.exit(f"optimizer={optimizer} is unknown: see build_optimizers() in train.py")
+    if offload and others:
+        sys.exit("offload needs AdamW for all weights: type --optimizer=adamw --lr=0.001")
+
+    # AdamW or Adam takes what no other one does; norms and biases have no weight decay
+    taken = {p for o in others for group in o.param_groups for p in group["params"]}
+    decayed, exempt = [], []
+    for name, p in named.items():
+        if p not in taken:
+            (exempt if "norm" in name or "bias" in name else decayed).append(p)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt}]
     adam = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
-    fused = decayed[0].device.type != "mps"
-    optimizers = [adam(groups, lr=lr, betas=(beta1, beta2), eps=adam_eps, fused=fused)]
-    if matrices:
-        optimizers.append(Muon(matrices, muon_lr, muon_weight_decay, dtype=amp_dtype))
+    how = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "weight_decay": 0.0}
+    optimizers = [adam(groups, **how, fused=decayed[0].device.type in ("cuda", "cpu")), *others]
     for o in optimizers:
         for group in o.param_groups:
             group["peak_lr"] = group["lr"]
+            group.setdefault("column", f"{type(o).__name__.lower()}_lr" if o in others else "lr")
     return optimizers
+
+
+@contextmanager
+def shown(run):
+    """In `with shown(run):` run.model has the weights that are evaluated and exported: today those
+    that train, which alone are in the checkpoint."""
+    # to show others, such as means that run.state.tensors keeps, copy them in here ...
+    try:
+        yield
+    finally:
+        pass  # ... and those that train back in here
 
 
 def model_config():
@@ -292,23 +316,26 @@ class Run:
     def __init__(self, rows, meta, tokenizer, dev, amp_dtype):
         self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
         self.device, self.amp_dtype = dev, amp_dtype
-        self.micro_batch = micro_batch  # find_micro_batch() may halve it
+        self.micro_batch = micro_batch  # compile_and_fit() may take a smaller one
         self.state = State()
         self.clock = Clock(self.state)  # main() starts another one when the budget begins
         self.saved_step = -1  # state.step at the last save of this process
         self.saved_at = time.monotonic()
+        self.loss_names = []  # what loss_fn returns: a rank may have no micro-batch in a step
+        begins_word = tokenizer.begins_word() if tokenizer else [True] * vocab_size  # bench.py
+        self.begins_word = torch.tensor(begins_word, device=dev)
 
         # init the model, the same on every rank
         torch.manual_seed(seed)
         config = model_config()
         if offload:  # it stays in host memory, and its blocks stream through the device
-            batch_shape = micro_batch, seq_len, mask_counts()[0]
+            batch_shape = micro_batch, *row_shapes()[0]
             self.streamed = Streamed(config, dev, amp_dtype, batch_shape, compile)
             self.model = self.streamed.model
         else:
             self.model = MaskedLM(config).to(dev)
-        mean_masked = sum(mask_count(i / 1000) for i in range(1000)) / 1000
-        self.flops_per_token = self.model.flops_per_token(seq_len, mean_masked)
+        flops = {shape: self.model.flops_per_token(*shape) for shape in row_shapes()}
+        self.flops_per_token = fmean(flops[row_shape(i / 1000)] for i in range(1000))
         self.loss_fn = make_loss(self.model, dev, amp_dtype)
         self.optimizers = build_optimizers(self.model, amp_dtype)
 
@@ -327,46 +354,54 @@ def train_step(run, progress):
     """One optimiser step. If the loss or the gradient is not finite, no weight changes."""
     state = run.state
     n_rows = batch_rows(progress)
-    n_predict = mask_count(progress)
-    lr_share = lr_scale(progress)
+    n_tokens, n_predict = shape = row_shape(progress)
 
     # forward and backward, each rank on its share of the micro-batches; gradients add up in .grad
-    total_loss = torch.zeros((), device=run.device)
+    totals = {name: torch.zeros((), device=run.device) for name in run.loss_names}
     first_rows = range(state.row, state.row + n_rows, run.micro_batch)
     for first_row in first_rows[parallel.RANK :: parallel.WORLD_SIZE]:
-        batch = masked_batch(run, first_row, n_predict)
-        # the mean over the step: change the divisor if a row may have other than n_predict labels
-        loss = run.loss_fn(*batch) / (n_rows * n_predict)
-        run.scaler.scale(loss).backward()
-        total_loss += loss.detach()
+        ids, positions, labels = masked_batch(run, first_row, shape)
+        sums = run.loss_fn(ids, positions, labels)  # {"loss": sum over the labels, ...}
+        # the mean over the step: each of its micro-batches has as many labels
+        n_labels = labels.numel() * len(first_rows)
+        run.scaler.scale(sums["loss"] / n_labels).backward()
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value.detach() / n_labels
         # prefetch: run.rows keeps the next rows, read while a GPU is busy with these
         run.rows.fetch(first_row + parallel.WORLD_SIZE * run.micro_batch, run.micro_batch)
 
-    # sum loss and gradients over the ranks
+    # sum the means and the gradients over the ranks
     if offload:
         run.streamed.collect()  # first the gradients come back to the host
     weights = list(run.model.parameters())
     for weight in weights:
         if weight.grad is None:  # on a rank without a micro-batch
             weight.grad = torch.zeros_like(weight)
-    parallel.all_reduce([total_loss, *(weight.grad for weight in weights)])
+    parallel.all_reduce([*totals.values(), *(weight.grad for weight in weights)])
 
-    # clip the gradient by its norm, taken from the norms of rows: faster on a CPU, and more exact
+    # the norm of the gradient, by way of the last dimension's: faster on a CPU, and more exact
     for o in run.optimizers:
         run.scaler.unscale_(o)
-    row_norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
-    norm = torch.nn.utils.get_total_norm(row_norms)
+    norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
+    norm = torch.nn.utils.get_total_norm(norms)
+    measured = totals | {"grad_norm": norm}  # 0-d tensors: add yours, and log.csv has them
     torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, norm)
 
     # the one wait for the device in a step
-    loss, grad_norm = torch.stack((total_loss.to(norm.device), norm)).tolist()
-    if math.isfinite(loss) and math.isfinite(grad_norm):
+    values = torch.stack([value.to(norm.device) for value in measured.values()]).tolist()
+    measured = dict(zip(measured, values, strict=True))
+
+    # update the weights
+    rates = {}  # {column of log.csv: learning rate}
+    for o in run.optimizers:
+        for group in o.param_groups:
+            group["lr"] = rates[group["column"]] = group["peak_lr"] * lr_scale(progress)
+    if math.isfinite(measured["loss"]) and math.isfinite(measured["grad_norm"]):
         for o in run.optimizers:
-            for group in o.param_groups:
-                group["lr"] = group["peak_lr"] * lr_share
             o.step()  # not scaler.step(), which would wait for the device once more
-        state.loss_sum += loss
-        state.loss_count += 1
+        for name, value in measured.items():
+            count, total = state.measured.get(name, (0, 0.0))
+            state.measured[name] = count + 1, total + value
         state.consecutive_skips = 0
     else:
         state.skipped += 1
@@ -374,74 +409,62 @@ def train_step(run, progress):
     run.scaler.update()  # float16: halves the loss scale after an overflow, raises it in time
     run.model.zero_grad()
 
-    # what log.csv will say; a new column needs its name in runlog.COLUMNS too
     state.step += 1
     state.row += n_rows
-    state.last = {
-        "loss": loss,
-        "grad_norm": grad_norm,
-        "lr": lr * lr_share,
-        "batch_size": n_rows,
-        "mask_rate": n_predict / seq_len,
-    }
-    if optimizer == "muon":
-        state.last["muon_lr"] = muon_lr * lr_share
+    state.last = measured | rates | {"batch_size": n_rows, "mask_rate": n_predict / n_tokens}
 
 
 # -----------------------------------------------------------------------------
 # Compiling, evaluating, saving: skip these at a first reading.
 
 
-def take_all_passes(run, held_out_sets):
+def take_all_passes(run, held_out_rows):
     """A pass of each shape that the run will have, which compiles it. No weight changes.
 
-    All batches of evaluations have one shape. Returns the seconds that a step will take."""
-    # leave room for the optimisers' states, the ranks' all_reduce, and 5 % of a GPU
-    copies = (0 if run.state.step else 2) + (parallel.WORLD_SIZE > 1)
-    reserved = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
+    Returns the seconds that a pass of training takes."""
+    # take the room of what comes later: optimiser states, the ranks' sum of gradients; 5 % of a GPU
+    copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
+    taken = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
     if run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
-        reserved.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
+        taken.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
 
-    def forward_backward(n_predict):
-        run.loss_fn(*masked_batch(run, run.state.row, n_predict)).backward()
+    def forward_backward(shape):
+        sums = run.loss_fn(*masked_batch(run, run.state.row, shape))
+        sums["loss"].backward()
+        run.loss_names = list(sums)
 
-    for n_predict in mask_counts():
-        forward_backward(n_predict)
-    # again, timed, now that the gradients are in memory
-    dt, _ = machine.timed(run.device, forward_backward, mask_counts()[0])
-    estimate_loss(run, held_out_sets[15][:1])
-    micro_batches = batch_rows(run.clock.progress()) / run.micro_batch
-    return dt * micro_batches / parallel.WORLD_SIZE
+    # the largest shape once more at the end, timed, now that the gradients are in memory
+    for shape in (*row_shapes(), row_shapes()[0]):
+        pass_seconds, _ = machine.timed(run.device, forward_backward, shape)
+    # all batches of evaluations have one shape
+    estimate_loss(run, held_out(held_out_rows[: run.micro_batch], run.micro_batch)["val_loss_15"])
+    return pass_seconds
 
 
-def find_micro_batch(run, held_out_rows):
-    """Compile, and make run.micro_batch smaller until every pass fits in memory.
+def compile_and_fit(run, held_out_rows):
+    """Compile all passes, and make run.micro_batch smaller until each fits in memory.
 
-    Returns the batches for evaluations, {15: [...], 25: [...]}."""
+    Returns the seconds of a pass of training."""
     state = run.state
+    pass_seconds = 0.0
     while True:
-        # a resume remembers which size was too large
-        while 0 < state.oom_micro_batch <= run.micro_batch:
-            if run.micro_batch == 1:
+        # after an out-of-memory error, of an earlier start too, take the next smaller divisor
+        if 0 < state.oom_micro_batch <= micro_batch:
+            smaller = [n for n in range(1, state.oom_micro_batch) if micro_batch % n == 0]
+            if not smaller:
                 sys.exit(
                     "out of memory with a single row: use a smaller model, or --offload=True "
                     "--optimizer=adamw --lr=0.001"
                 )
-            divisors = [n for n in range(1, run.micro_batch) if run.micro_batch % n == 0]
-            run.micro_batch = divisors[-1]
-            print(
-                f"micro_batch={run.micro_batch}, since a larger one ran out of memory", flush=True
-            )
-        held_out_sets = held_out(held_out_rows, run.micro_batch)
+            run.micro_batch = smaller[-1]
+            print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
         oom = False
         try:
-            state.step_seconds = take_all_passes(run, held_out_sets)
+            pass_seconds = take_all_passes(run, held_out_rows)
         except Exception as e:
-            from torch._dynamo.exc import ShortenTraceback  # what a failed compile raises
-
             oom = safety.is_oom(e)
-            if not oom and isinstance(e, ShortenTraceback):
+            if not oom and isinstance(e, torch._dynamo.exc.ShortenTraceback):
                 sys.exit(
                     f"torch.compile fails here ({safety.first_line(e)}): mend that, or type "
                     "--compile=False, which is some third slower"
@@ -454,9 +477,10 @@ def find_micro_batch(run, held_out_rows):
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
+        # all ranks take the size that fits the smallest
         _, oom, stop = parallel.agree(0.0, oom, signals.stop)
         if stop or not oom:
-            return held_out_sets
+            return pass_seconds
         state.oom_micro_batch = run.micro_batch
         torch.compiler.reset()  # drop the graphs of the larger size
 
@@ -465,7 +489,7 @@ def find_micro_batch(run, held_out_rows):
 def estimate_loss(run, batches):
     """Nats per predicted token over batches of held_out()."""
     run.model.eval()
-    total = sum(run.loss_fn(*(t.to(run.device) for t in batch)) for batch in batches)
+    total = sum(run.loss_fn(*(t.to(run.device) for t in batch))["loss"] for batch in batches)
     count = sum((labels != IGNORE).sum() for _, _, labels in batches)
     run.model.train()
     return total.item() / count.item()
@@ -474,12 +498,12 @@ def estimate_loss(run, batches):
 def evaluate(run, held_out_sets):
     """{column of log.csv: held-out loss}."""
     t0 = time.monotonic()
-    loss_15, loss_25 = (estimate_loss(run, held_out_sets[rate]) for rate in (15, 25))
+    losses = {name: estimate_loss(run, batches) for name, batches in held_out_sets.items()}
     # nats per character can be compared between vocabularies
-    counts = run.meta["counts"]
-    per_char = loss_15 * counts["val_tokens"] / counts["val_characters"]
+    tokens_per_char = run.meta["counts"]["val_tokens"] / run.meta["counts"]["val_characters"]
+    losses["val_nats_per_char"] = losses["val_loss_15"] * tokens_per_char
     run.state.eval_seconds = time.monotonic() - t0
-    return {"val_loss_15": loss_15, "val_loss_25": loss_25, "val_nats_per_char": per_char}
+    return losses
 
 
 def should_save(run):
@@ -488,9 +512,9 @@ def should_save(run):
 
     Not after a skipped step: its gradient may be bad because the last update broke the weights."""
     state = run.state
-    early = state.step - state.skipped <= 1
+    updates = state.step - state.skipped
     minutes = (time.monotonic() - run.saved_at) / 60
-    due = early or 0 < checkpoint_minutes <= minutes
+    due = updates <= 1 or 0 < checkpoint_minutes <= minutes
     is_new = state.step > run.saved_step
     was_skipped = state.consecutive_skips > 0
     return due and is_new and not was_skipped and run.clock.has_room_for(state.save_seconds)
@@ -501,17 +525,19 @@ def save(run, log):
 
     A file that cannot be written stays as it was, and a warning says why."""
     t0 = run.saved_at = time.monotonic()
-    log.flush()
     try:
-        run.state.elapsed = run.clock.elapsed()
+        runlog.write_log(log.folder, log.lines)  # first: a resume forgets lines, but makes up none
+        # a resume begins behind this save, which takes as long as the last one did
+        run.state.elapsed = run.clock.elapsed() + run.state.save_seconds
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
-        model_folder.save(run.model, log.folder)
+        with shown(run):
+            model_folder.save(run.model, log.folder)
         runlog.plot(log.folder)
         runlog.write_card(log.folder)
     except (OSError, RuntimeError, ValueError) as e:
-        reason = e
+        reason = e  # what torch and PIL raise may hide that a disk is full
         while reason.__context__ and not isinstance(reason, OSError):
-            reason = reason.__context__  # what torch and PIL raise may hide that a disk is full
+            reason = reason.__context__
         log.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(reason)}")
         return False
     run.saved_step = run.state.step
@@ -521,42 +547,38 @@ def save(run, log):
 
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
-    model_config()
-    choices = {"init": ("scratch", "resume"), "optimizer": ("muon", "adamw", "adam")}
-    for name, allowed in choices.items():
-        if globals()[name] not in allowed:
-            sys.exit(f"{name}={globals()[name]} is unknown: choose one of {', '.join(allowed)}")
-    for name in ("micro_batch", "eval_rows", "log_every"):
-        if globals()[name] < 1:
-            sys.exit(f"{name}={globals()[name]} must be at least 1")
-    at_least_0 = "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip"
-    for name in at_least_0.split():
-        if globals()[name] < 0:
-            sys.exit(f"{name}={globals()[name]} must not be negative")
-    for name in ("warmup", "beta1", "beta2"):
-        if not 0 <= globals()[name] < 1:
-            sys.exit(f"{name}={globals()[name]} must be at least 0 and below 1")
-    if not 0 <= cooldown <= 1:
-        sys.exit(f"cooldown={cooldown} must be a share of the run, such as 0.65")
+    if init not in ("scratch", "resume"):
+        sys.exit(f"init={init} is unknown: choose scratch or resume")
+    ranges = [
+        (1, math.inf, "micro_batch eval_rows log_every"),
+        (0, math.inf, "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip"),
+        (0, 0.99999, "warmup beta1 beta2"),
+        (0, 1, "cooldown"),
+        (0.001, 0.9, "mask_rate mask_rate_end"),
+    ]
+    for least, most, names in ranges:
+        for name in names.split():
+            if not least <= globals()[name] <= most:
+                sys.exit(f"{name}={globals()[name]} must be between {least} and {most}")
     lr_scale(0.0)  # exits if the schedule is unknown
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
     if not 8 <= seq_len <= max_seq_len:
         sys.exit(f"seq_len={seq_len} must be between 8 and max_seq_len={max_seq_len}")
-    if not (0 < mask_rate <= 0.9 and 0 < mask_rate_end <= 0.9):
-        sys.exit("mask_rate and mask_rate_end must be above 0 and at most 0.9, such as 0.15")
+    for n_tokens, n_predict in row_shapes():  # yours too
+        if seq_len % n_tokens or n_predict >= n_tokens:
+            sys.exit(f"row_shape() returns {n_tokens}, {n_predict}: see its docstring")
     for n_rows in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
         if n_rows < micro_batch or n_rows % micro_batch:
-            sys.exit(
-                f"batch_size, batch_start and what batch_rows() returns must be multiples of "
-                f"micro_batch={micro_batch}: {n_rows} is none"
-            )
-    if any(sentence.count("[MASK]") != 1 for sentence in runlog.sentences(samples)):
+            wanted = f"multiples of micro_batch={micro_batch}"
+            sys.exit(f"batch_size, batch_start, batch_rows() must be {wanted}: {n_rows} is none")
+    if samples and any(sentence.count("[MASK]") != 1 for sentence in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
-    if offload and (parallel.WORLD_SIZE > 1 or optimizer == "muon" or dev.type == "mps"):
-        sys.exit(
-            "offload needs one process, cuda or cpu, and AdamW: type --optimizer=adamw --lr=0.001"
-        )
+    if offload and (parallel.WORLD_SIZE > 1 or dev.type == "mps"):
+        sys.exit("offload needs one process, on cuda or cpu: drop torchrun or --device=mps")
+    with torch.device("meta"):
+        build_optimizers(MaskedLM(model_config()), torch.float32)  # exits if there is none such
+    check_mixing(model_config())
 
 
 # -----------------------------------------------------------------------------
@@ -590,8 +612,11 @@ def main():
     # the budget begins now, the schedules begin after compiling
     run.clock = clock = Clock(state)
     t0 = time.monotonic()
-    held_out_sets = find_micro_batch(run, held_out_rows)
+    pass_seconds = compile_and_fit(run, held_out_rows)
+    held_out_sets = held_out(held_out_rows, run.micro_batch)
     state.setup_seconds += time.monotonic() - t0
+    passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
+    state.step_seconds = pass_seconds * passes  # until a step is measured
     log.write_facts(micro_batch=run.micro_batch)
     # a resume with a larger budget lowers progress: its later evaluations happen a second time
     state.evals_done = min(state.evals_done, int(clock.progress() * evals))
@@ -604,13 +629,14 @@ def main():
         # evaluate, log and save; the other ranks wait in the next step's all_reduce
         if master_process and not done:
             losses = {}
-            number = int(progress * evals)
-            if number > state.evals_done and clock.has_room_for(state.eval_seconds):
-                state.evals_done = number
-                losses = evaluate(run, held_out_sets)
-                log.say_evaluation(losses, number)
+            eval_number = int(progress * evals)
+            if eval_number > state.evals_done and clock.has_room_for(state.eval_seconds):
+                state.evals_done = eval_number
+                with shown(run):
+                    losses = evaluate(run, held_out_sets)
+                    log.say_evaluation(losses, eval_number)
             if losses or (state.step % log_every == 0 and state.step > state.logged):
-                log.add_row(losses)
+                log.add_line(losses)
             if should_save(run):
                 save(run, log)
 
@@ -628,20 +654,26 @@ def main():
             )
 
     # the end: evaluate, save, report; if a signal stopped the run, only save
-    log.close_bar()
+    if log.bar:
+        log.bar.close()
     if master_process:
-        losses = {} if stop else evaluate(run, held_out_sets)
-        if losses and state.evals_done < max(1, evals):  # a resumed run that was over has its row
-            state.evals_done = max(1, evals)
-            log.add_row(losses)
-        if state.consecutive_skips > 3:  # in float16 up to three are routine
+        losses = {}
+        if not stop:
+            with shown(run):
+                losses = evaluate(run, held_out_sets)
+            if state.evals_done < max(1, evals):  # a resumed run that was over has its line
+                state.evals_done = max(1, evals)
+                log.add_line(losses)
+        # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
+        if state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
             sys.exit(
                 f"the last {state.consecutive_skips} steps were skipped, nothing is saved: {GO_ON}"
             )
         is_saved = save(run, log)
         if losses:
-            log.report(losses)
-        if not is_saved or log.unwritten:
+            with shown(run):
+                log.report(losses)
+        if not is_saved:
             sys.exit(1)
         if stop:
             log.say(f"stopped at step {state.step:,}: --init=resume goes on")

@@ -55,6 +55,8 @@ def load(run, path, optimizer_name):
         for field in fields(run.state):
             if field.name in ckpt["state"]:  # a field that is newer keeps its default
                 setattr(run.state, field.name, ckpt["state"][field.name])
+        where = run.model.decoder.weight.device
+        run.state.tensors = {k: tensor.to(where) for k, tensor in run.state.tensors.items()}
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} does not fit this model or is damaged: {first_line(e)}")
 

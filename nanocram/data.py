@@ -68,14 +68,14 @@ class Rows:
         return torch.from_numpy(tokens.astype(np.int64).reshape(n, self.seq_len))
 
     def fetch(self, start, n):
-        """n rows from start on, on the device. A call ahead of time hides the copy."""
+        """n rows from start on, on the device; yours to change. A call ahead hides the copy."""
         if (start, n) not in self.fetched:
             rows = self.read(start, n)
             on_gpu = self.dev.type == "cuda"
             if on_gpu:
                 rows = rows.pin_memory()
             self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
-        return self.fetched[start, n]
+        return self.fetched[start, n].clone()
 
 
 def round_up(n, multiple):
@@ -84,7 +84,8 @@ def round_up(n, multiple):
 
 
 def held_out(rows, batch_size):
-    """{rate: [(ids, positions, labels), ...]} of held-out rows (N, T), at rates of 15 and 25 %.
+    """{"val_loss_15": [(ids, positions, labels), ...], "val_loss_25": ...} of held-out rows (N, T),
+    with 15 and 25 % of the tokens masked.
 
     Both rates share positions and shapes, so that one compiled graph serves both. Rows without
     labels fill up the last batch."""
@@ -104,7 +105,7 @@ def held_out(rows, batch_size):
         labels = tokens.masked_fill(kept, IGNORE)[filled]
         labels[N:] = IGNORE
         parts = (x.split(batch_size) for x in (ids, positions[filled], labels))
-        sets[rate] = list(zip(*parts, strict=True))
+        sets[f"val_loss_{rate}"] = list(zip(*parts, strict=True))
     return sets
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import ROPE_THETA, Classifier, MaskedLM, ModelConfig
+from model import ROPE_THETA, MaskedLM, ModelConfig
 from nanocram.safety import write_beside, write_text
 
 # The switches that decide the architecture, as ModernBERT has them.
@@ -61,20 +61,25 @@ FIXED = {
 }
 # Fields that change nothing in what a saved ModernBERT computes, or that not_native() looks at.
 OTHERS = ("n_narrow", "head_transform", "dropout", "zero_init")
+# The modules with parameters that a ModernBERT has.
+PARTS = "tok_embeddings norm attn_norm Wq Wk Wv Wo mlp_norm Wi final_norm dense decoder".split()
 
 
-def not_native(config):
-    """Why a model of this config is no ModernBERT, in a few words; '' where it is one.
+def not_native(model):
+    """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one.
 
-    A switch that a fork has added must be at its default. Edits of model.py that have no switch are
-    not seen here: tests/test_model_folder.py compares logits with transformers'."""
-    wrong = [name for name, value in NATIVE.items() if getattr(config, name) != value]
+    A switch that a fork has added must be at its default. An edit of model.py with neither a switch
+    nor parameters is not seen: tests/test_model_folder.py compares logits with transformers'."""
+    config = model.config
     known = {*NATIVE, *SAME.values(), *OTHERS}
-    added = [field for field in fields(config) if field.name not in known]
-    wrong += [f.name for f in added if getattr(config, f.name) != f.default]
+    added = {f.name: f.default for f in fields(config) if f.name not in known}
+    wrong = [name for name, value in (NATIVE | added).items() if getattr(config, name) != value]
     if config.n_narrow > 1:  # one narrow layer computes what the full model does
         wrong.append("n_narrow")
-    return ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
+    if wrong:
+        return ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
+    paths = [name.split(".") for name, _ in model.named_parameters()]
+    return ", ".join(sorted({".".join(path[-2:]) for path in paths if path[-2] not in PARTS}))
 
 
 def modernbert_config(config):
@@ -84,25 +89,14 @@ def modernbert_config(config):
     return {**FIXED, **same, "classifier_activation": activation}
 
 
-def save(model, folder, labels=None):
-    """Write config.json and model.safetensors (float32) of a MaskedLM or Classifier into folder.
-
-    labels: of a Classifier, the names of its outputs; () for a regression. Raises OSError."""
+def save(model, folder):
+    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, or OSError."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    is_native = not not_native(model.config)
+    is_native = not not_native(model)
     config = modernbert_config(model.config) if is_native else {"model_type": "nanocram"}
-    task = "MaskedLM"
-    if isinstance(model, Classifier):
-        task = "SequenceClassification"
-        names = labels or ["LABEL_0"]
-        config["id2label"] = dict(enumerate(names))
-        config["label2id"] = {name: i for i, name in enumerate(names)}
-        config["problem_type"] = "single_label_classification" if labels else "regression"
-        config["classifier_pooling"] = model.pooling
-        config["classifier_dropout"] = model.drop.p
     if is_native:
-        config["architectures"] = [f"ModernBertFor{task}"]
+        config["architectures"] = ["ModernBertForMaskedLM"]
     config["nanocram"] = asdict(model.config)
     write_text(folder / "config.json", json.dumps(config, indent=2))
 
@@ -123,7 +117,7 @@ def save(model, folder, labels=None):
 
 
 def load(folder, device="cpu"):
-    """The MaskedLM or Classifier in folder, evaluating; raises ValueError: what is wrong."""
+    """The MaskedLM in folder, evaluating; raises ValueError: what is wrong."""
     folder = Path(folder)
     try:
         spec = json.loads((folder / "config.json").read_text("utf-8"))
@@ -131,17 +125,11 @@ def load(folder, device="cpu"):
         config = ModelConfig(**spec["nanocram"])
         # not by not_native(): a fork may have changed its switches' defaults since the save
         is_native = spec["model_type"] == "modernbert"
-        n_labels = len(state.get("classifier.weight", ()))  # 0: no classifier
-        if n_labels and not config.head_transform:
-            raise ValueError("transformers made it a classifier: try --baseline=hf:FOLDER")
+        if "classifier.weight" in state:
+            raise ValueError("it is fine-tuned already: name the one that train.py wrote")
         model = MaskedLM(config)
-        if n_labels:
-            # transformers leaves out what is at its default
-            pooling = spec.get("classifier_pooling", "cls")
-            model = Classifier(model, n_labels, spec.get("classifier_dropout", 0.0), pooling)
         state = from_folder_keys(state, config, is_native)
-        if not n_labels:
-            state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
+        state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]

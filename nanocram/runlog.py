@@ -7,10 +7,10 @@ python -c "from nanocram import runlog; runlog.plot('out/tiny')"     # draw loss
 import contextlib
 import csv
 import gc
-import io
 import itertools
 import json
 import sys
+import time
 from pathlib import Path
 
 from tqdm import tqdm
@@ -18,17 +18,12 @@ from tqdm import tqdm
 from nanocram import machine, pairs, parallel
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
-from nanocram.safety import append_text, write_beside, write_text
+from nanocram.safety import write_beside, write_text
 
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
     "lr batch_size mask_rate grad_norm skipped muon_lr"
-).split()  # a new column, of numbers, needs its name here
-
-
-def sentences(samples):
-    """The sentences of the setting `samples`."""
-    return samples.split("|") if samples else []
+).split()  # the first ones of log.csv; whatever else is measured follows
 
 
 def read_facts(folder):
@@ -57,31 +52,34 @@ def copy_tokenizer(data_dir, folder, max_seq_len):
     write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
 
 
-def as_csv(rows, header=False):
-    """Dicts as lines of log.csv, floats with 6 digits; what is missing stays empty."""
-    lines = io.StringIO()
-    writer = csv.DictWriter(lines, COLUMNS, extrasaction="ignore", lineterminator="\n")
-    if header:
-        writer.writeheader()
-    for row in rows:
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
-    return lines.getvalue()
+def write_log(folder, lines):
+    """Write log.csv from [{column: number}]: floats with 6 digits, what is missing empty."""
+    columns = list(dict.fromkeys(itertools.chain(COLUMNS, *lines)))
+
+    def write(temporary):
+        with open(temporary, "w", encoding="utf-8", newline="") as f:
+            writer = csv.DictWriter(f, columns, lineterminator="\n")
+            writer.writeheader()
+            for line in lines:
+                digits = {k: f"{v:.6g}" for k, v in line.items() if isinstance(v, float)}
+                writer.writerow(line | digits)
+
+    write_beside(Path(folder) / "log.csv", write)
 
 
 def read_log(folder):
-    """The rows of log.csv as [{column: number}], without empty fields and broken lines."""
+    """The lines of log.csv as [{column: number}], without empty fields and broken lines."""
     path = Path(folder) / "log.csv"
     text = path.read_text("utf-8") if path.exists() else ""
-    rows = []
-    names, *lines = csv.reader(text[: text.rfind("\n") + 1].splitlines() or [""])
-    for cells in lines:
-        row = {}
-        for name, cell in zip(names, cells, strict=False):
-            with contextlib.suppress(ValueError):
-                row[name] = int(cell) if cell.isdecimal() else float(cell)
-        if "step" in row and "elapsed_s" in row:
-            rows.append(row)
-    return rows
+    lines = []
+    for cells in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        line = {}
+        for name, cell in cells.items():
+            with contextlib.suppress(ValueError, TypeError):
+                line[name] = int(cell) if str(cell).isdecimal() else float(cell)
+        if "step" in line and "elapsed_s" in line:
+            lines.append(line)
+    return lines
 
 
 class Log:
@@ -92,18 +90,16 @@ class Log:
         self.folder = Path(folder)
         self.settings = settings
         self.silent = parallel.RANK > 0
-        self.unwritten = []  # rows that log.csv could not take so far
+        self.lines = []  # of log.csv
+        self.written_at = 0.0  # when that was written last
         self.first_row = run.state.row  # where this process began to train
         self.train_seconds = 0.0  # of this process
         self.bar = None  # from the first step on
         self.has_forecast = False
         self.wandb = None
         longest = run.model.config.max_seq_len - 2  # [CLS] and [SEP]
-        self.sentences = [
-            sentence
-            for sentence in sentences(settings["samples"])
-            if len(run.tokenizer.encode(sentence)) <= longest
-        ]
+        sentences = settings["samples"].split("|") if settings["samples"] else []
+        self.sentences = [s for s in sentences if len(run.tokenizer.encode(s)) <= longest]
         self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         self.n_params = sum(p.numel() for p in run.model.parameters())
         if self.silent:
@@ -120,11 +116,8 @@ class Log:
             "amp_dtype": str(run.amp_dtype),
             "processes": parallel.WORLD_SIZE,
             "data": run.meta["sha256"]["train.bin"],
-            "corpus": {
-                "source": run.meta["settings"]["source"],
-                "normalisation": run.meta["settings"]["normalisation"],
-                **run.meta["counts"],
-            },
+            "corpus": {k: run.meta["settings"][k] for k in ("source", "normalisation")}
+            | run.meta["counts"],
             **machine.describe(run.device),
         }
         # log in to wandb before anything is written: it may be missing, or its site away
@@ -147,9 +140,9 @@ class Log:
             new_folder(self.folder)
         self.write_facts(run.micro_batch)
         copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
-        # a resumed run forgets the rows after its checkpoint
-        rows = [row for row in read_log(self.folder) if row["step"] <= run.state.step]
-        write_text(self.folder / "log.csv", as_csv(rows, header=True))
+        # a resumed run forgets the lines after its checkpoint
+        self.lines = [line for line in read_log(self.folder) if line["step"] <= run.state.step]
+        write_log(self.folder, self.lines)
         if settings["init"] == "resume":
             print(f"resumed at step {run.state.step:,}, after {run.state.elapsed / 60:.1f} minutes")
 
@@ -159,7 +152,7 @@ class Log:
             f"token; {machine.device_name(run.device)} multiplies matrices of {run.amp_dtype} at "
             f"{self.matmul_rate / 1e12:.2f} TFLOP/s"
         )
-        why = not_native(run.model.config)
+        why = not_native(run.model)
         if why:
             self.say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
 
@@ -186,11 +179,12 @@ class Log:
         if self.sentences:
             self.guess(self.sentences[number % len(self.sentences)])
 
-    def add_row(self, losses):
-        """Append state.last and perhaps held-out losses to log.csv."""
+    def add_line(self, losses):
+        """Add a line to log.csv: means of what was measured since the last one, what else the last
+        step had, and perhaps held-out losses."""
         state = self.run.state
         tokens = state.row * self.run.rows.seq_len
-        row = {
+        line = {
             "elapsed_s": self.run.clock.elapsed(),
             "step": state.step,
             "tokens": tokens,
@@ -199,22 +193,19 @@ class Log:
             "skipped": state.skipped,
             **losses,
         }
-        if state.loss_count:  # the mean loss of the steps since the last row
-            row["loss"] = state.loss_sum / state.loss_count
-        state.loss_sum, state.loss_count = 0.0, 0
+        line |= {name: total / count for name, (count, total) in state.measured.items()}
+        state.measured = {}
         state.logged = state.step
-        self.unwritten.append(row)
-        self.flush()
+        self.lines.append(line)
         if self.wandb:
-            self.wandb.log(row, step=state.step)
-
-    def flush(self):
-        """Write the rows that log.csv lacks; if the disk is full, they wait for the next call."""
-        try:
-            append_text(self.folder / "log.csv", as_csv(self.unwritten))
-            self.unwritten = []
-        except OSError as e:
-            self.say(f"WARNING: cannot write to log.csv, its rows are kept: {e}")
+            self.wandb.log(line, step=state.step)
+        # the file is written whole, so the longer the rarer: each 5 s with 1,000 lines
+        if time.monotonic() - self.written_at > len(self.lines) / 200:
+            self.written_at = time.monotonic()
+            try:
+                write_log(self.folder, self.lines)
+            except OSError as e:
+                self.say(f"WARNING: cannot write log.csv, its lines are kept: {e}")
 
     def throughput(self):
         """(tokens per second, MFU) of all ranks, while this process trained."""
@@ -254,10 +245,6 @@ class Log:
                 f"{epochs:.2f} epochs, {ratio:.1f} tokens per parameter{hint}"
             )
 
-    def close_bar(self):
-        if self.bar:
-            self.bar.close()
-
     def guess(self, sentence):
         """Print a sentence and the three likeliest words for its [MASK]."""
         top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
@@ -290,32 +277,32 @@ class Log:
 
 def plot(folder):
     """Draw loss.png from log.csv: losses above, learning rate and batch below, by the clock."""
-    rows = read_log(folder)
+    lines = read_log(folder)
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    if not rows:
+    if not lines:
         return
-    unit, seconds = ("hours", 3600) if rows[-1]["elapsed_s"] > 7200 else ("minutes", 60)
+    unit, seconds = ("hours", 3600) if lines[-1]["elapsed_s"] > 7200 else ("minutes", 60)
     figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     right = bottom.twinx()
 
-    def line(axes, column, **style):
-        there = [row for row in rows if column in row]
-        minutes_or_hours = [row["elapsed_s"] / seconds for row in there]
-        axes.plot(minutes_or_hours, [row[column] for row in there], **style)
+    def draw(axes, column, **style):
+        there = [line for line in lines if column in line]
+        minutes_or_hours = [line["elapsed_s"] / seconds for line in there]
+        axes.plot(minutes_or_hours, [line[column] for line in there], **style)
 
-    line(top, "loss", color="0.75", lw=1, label="training, at the run's masking rate")
-    line(top, "val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")
-    line(top, "val_loss_15", color="tab:blue", marker="o", ms=3, label="held out, 15 % masked")
-    line(bottom, "lr", color="tab:green")
-    line(right, "batch_size", color="tab:purple")
+    draw(top, "loss", color="0.75", lw=1, label="training, at the run's masking rate")
+    draw(top, "val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")
+    draw(top, "val_loss_15", color="tab:blue", marker="o", ms=3, label="held out, 15 % masked")
+    draw(bottom, "lr", color="tab:green")
+    draw(right, "batch_size", color="tab:purple")
     top.set_ylabel("loss (nats per predicted token)")
     top.legend(frameon=False)
     top.grid(alpha=0.25)
-    bottom.set_xlabel(f"wall clock ({unit}); {rows[-1]['tokens'] / 1e6:,.1f}M tokens")
+    bottom.set_xlabel(f"wall clock ({unit}); {lines[-1]['tokens'] / 1e6:,.1f}M tokens")
     bottom.set_ylabel("learning rate", color="tab:green")
     right.set_ylabel("rows per step", color="tab:purple")
     bottom.set_ylim(bottom=0)
@@ -338,9 +325,9 @@ tags: [masked-lm, cramming]
 
 A masked language model of {run[parameters]:,} parameters, trained from scratch by nanocram after
 [Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and the text of
-`{run[corpus][source]}`. After {hours:.2f} hours, {row[step]:,} steps and {row[tokens]:,} tokens its
-loss on held-out text was {row[val_loss_15]:.3f} nats per token with 15 % masked, and
-{row[val_loss_25]:.3f} with 25 %.
+`{run[corpus][source]}`. After {hours:.2f} hours, {line[step]:,} steps and {line[tokens]:,} tokens
+its loss on held-out text was {line[val_loss_15]:.3f} nats per token with 15 % masked, and
+{line[val_loss_25]:.3f} with 25 %.
 
 {use}
 {glue}
@@ -363,7 +350,7 @@ def write_card(folder, glue_table=()):
     glue_table: lines of markdown."""
     folder = Path(folder)
     path = folder / "README.md"
-    evaluations = [row for row in read_log(folder) if "val_loss_15" in row]
+    evaluations = [line for line in read_log(folder) if "val_loss_15" in line]
     is_ours = not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN)
     if not evaluations or not read_facts(folder) or not is_ours:
         return
@@ -375,7 +362,7 @@ def write_card(folder, glue_table=()):
         front=front if is_native else "library_name: nanocram",
         name=name,
         run=read_facts(folder),
-        row=evaluations[-1],
+        line=evaluations[-1],
         hours=evaluations[-1]["elapsed_s"] / 3600,
         use=(NATIVE if is_native else OURS).format(name=name),
         glue="\n".join(["", "## GLUE, dev sets", "", *glue_table, ""]) if glue_table else "",

@@ -30,21 +30,6 @@ def write_text(path, text):
     write_beside(path, lambda temporary: temporary.write_text(text, "utf-8", newline="\n"))
 
 
-def append_text(path, text):
-    """Append lines to a text file, or raise OSError and leave the file as it was."""
-    size = path.stat().st_size if path.exists() else 0
-    try:
-        with open(path, "a+b") as f:
-            f.seek(max(0, size - 1))
-            if f.read(1) not in (b"", b"\n"):  # a kill cut the last line short
-                text = "\n" + text
-            f.write(text.encode())
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.truncate(path, size)
-        raise
-
-
 def lock(folder):
     """Lock a folder for this process until it ends or drops the result; exits if it is taken."""
     folder = Path(folder).absolute()

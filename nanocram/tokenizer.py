@@ -193,6 +193,12 @@ class Tokenizer:
     def decode(self, ids):
         return self.encoding.decode([int(i) for i in ids])
 
+    def begins_word(self):
+        """For each entry, whether a word begins there. Letters, digits and parts of a character
+        without a space in front go on with what is before them, be it a bracket or a quote."""
+        begins = [self.decode([i])[0] for i in range(self.vocab_size)]
+        return [unicodedata.category(char)[0] not in "LMN" and char != "\ufffd" for char in begins]
+
 
 def truncated(lengths, limit):
     """How much of one or two texts of these lengths fits into limit tokens: the longer gives."""

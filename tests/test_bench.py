@@ -29,17 +29,17 @@ def number(pattern, text):
 def test_rivals_compute_the_same_loss(small):
     """With our weights, transformers' dense and sparse heads end at our loss."""
     run = bench.new_run()
-    batch = small.masked_batch(run, 0, small.mask_count(0.5))
-    models, loss_fns = bench.make_rivals(run.model.config, batch, CPU, torch.float32)
-    ours = models["nanocram"]
+    batch = small.masked_batch(run, 0, small.row_shape(0.5))
+    rivals = bench.make_rivals(run.model.config, batch, CPU, torch.float32)
+    ours, our_loss = rivals["nanocram"]
     torch.nn.init.normal_(ours.model.layers[-1].mlp.Wo.weight)  # zero until here
     weights = to_folder_keys(ours.state_dict(), ours.config, True)
-    for name, theirs in models.items():
+    for theirs, loss_fn in rivals.values():
         if theirs is not ours:
             keys = theirs.load_state_dict(weights, strict=False)
             assert keys.missing_keys == ["decoder.weight"] and not keys.unexpected_keys
-        assert loss_fns[name]().item() == pytest.approx(loss_fns["nanocram"]().item(), rel=1e-5)
-    assert len(models) == 3
+        assert loss_fn().item() == pytest.approx(our_loss().item(), rel=1e-5)
+    assert len(rivals) == 3
 
 
 def test_the_whole_report(small, monkeypatch, capsys, tmp_path):

@@ -24,7 +24,7 @@ def some_rows(n, T, vocab=1000):
 def test_masks_are_what_they_claim(B, T, data):
     K = data.draw(st.integers(1, T - 1))
     rows = some_rows(B, T)
-    ids, positions, labels = module.draw_masks(rows, K)
+    ids, positions, labels = module.draw_masks(None, rows, K)
     assert positions.shape == labels.shape == (B, K)
     assert positions.min() >= 1 and positions.max() < T
     wanted = rows.clone()
@@ -42,7 +42,7 @@ def test_held_out_masks_do_not_depend_on_the_batch(batch):
     reference, state = held_out(rows, 10), torch.get_rng_state()
     sets = held_out(rows, batch)
     assert torch.equal(state, torch.get_rng_state())
-    for rate, n in ((15, 19), (25, 32)):
+    for rate, n in (("val_loss_15", 19), ("val_loss_25", 32)):
         ids, positions, labels = (torch.cat(x) for x in zip(*sets[rate], strict=True))
         assert {len(x[0]) for x in sets[rate]} == {min(batch, 10)} and positions.shape[1] == 32
         assert ((labels != IGNORE).sum(1)[:10] == n).all() and (labels[10:] == IGNORE).all()

@@ -140,7 +140,7 @@ def numerics(device, name):
     machine.pick(device, "auto")  # what suits our work there: TF32, no cuDNN
     model = new_model(device, name)
     rows = torch.randint(4, model.config.vocab_size, (8, 128))
-    batch = train.draw_masks(rows, 38)
+    batch = train.draw_masks(None, rows, 38)
 
     def loss_and_gradient(where, products, mode):
         dtype, precision = PRODUCTS[products]
@@ -150,7 +150,7 @@ def numerics(device, name):
         if mode == "compiled":
             torch.compiler.reset()
             loss_fn = torch.compile(loss_fn, dynamic=False)
-        loss = loss_fn(*(tensor.to(where) for tensor in batch)) / (8 * 38)
+        loss = loss_fn(*(tensor.to(where) for tensor in batch))["loss"] / (8 * 38)
         (loss * LOSS_SCALE).backward()
         gradient = torch.cat([p.grad.flatten().cpu() for p in net.parameters()]) / LOSS_SCALE
         return loss.item(), gradient

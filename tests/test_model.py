@@ -12,7 +12,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from model import Classifier, MaskedLM, ModelConfig, attend_by_products, make_loss
+from model import (
+    CHOICES,
+    MLP,
+    Attention,
+    Block,
+    Classifier,
+    MaskedLM,
+    ModelConfig,
+    attend_by_products,
+    check_mixing,
+    make_loss,
+)
 from nanocram.settings import configure
 
 CPU = torch.device("cpu")
@@ -110,16 +121,16 @@ def test_the_original_bert_equals_transformers_bert():
 def test_attention_by_products_is_torchs_in_float64(dtype, tolerance, padded):
     torch.manual_seed(0)
     tensors = [torch.randn(3, 2, n, 8, dtype=dtype) for n in (5, 17, 17)]
-    bias = None
+    mask = None
     if padded:
-        bias = torch.zeros(3, 1, 1, 17, dtype=dtype)
-        bias[1:, ..., 12:] = -torch.inf
+        mask = torch.ones(3, 1, 1, 17, dtype=torch.bool)
+        mask[1:, ..., 12:] = False
     exact = [tensor.double().requires_grad_() for tensor in tensors]
-    wanted = F.scaled_dot_product_attention(*exact, bias.double() if padded else None)
+    wanted = F.scaled_dot_product_attention(*exact, mask)
     wanted.sin().sum().backward()
     for tensor in tensors:
         tensor.requires_grad_()
-    got = attend_by_products(*tensors, bias, 0.0)
+    got = attend_by_products(*tensors, mask, 0.0)
     got.sin().sum().backward()
     assert got.dtype == dtype
     assert relative_error(got, wanted) < tolerance
@@ -127,13 +138,33 @@ def test_attention_by_products_is_torchs_in_float64(dtype, tolerance, padded):
         assert relative_error(tensor.grad, reference.grad) < tolerance
 
 
-@pytest.mark.parametrize("switches", [{}, CRAMMED, BERT, {"n_narrow": 2}, BERT | {"n_narrow": 2}])
-def test_computing_only_what_is_read_changes_nothing_nor_does_padding(switches):
+def others(field):
+    """Other values of a field of ModelConfig, which a fork may have added."""
+    value = getattr(train, field.name, field.default)
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        value = SIZES.get(field.name, value)
+        return [value + 1, value + 2]
+    if isinstance(value, float):
+        return [value + 0.3]
+    return CHOICES.get(field.name, ())
+
+
+EACH_SWITCH = [{f.name: value} for f in fields(ModelConfig) for value in others(f)]
+
+
+@pytest.mark.parametrize("switches", [{}, CRAMMED, BERT, *EACH_SWITCH], ids=str)
+@pytest.mark.parametrize("n_narrow", [0, 2])
+def test_computing_only_what_is_read_changes_nothing_nor_does_padding(switches, n_narrow):
     """Logits and gradients at some positions are those of the whole row."""
-    model = random_model(**switches)
+    try:
+        model = random_model(**{"n_narrow": n_narrow} | switches)
+    except ValueError as e:
+        pytest.skip(str(e))
     ids, mask = batch()
     everywhere = model(ids, attention_mask=mask)
-    wanted = everywhere.gather(1, POSITIONS[..., None].expand(-1, -1, 90))
+    wanted = everywhere.gather(1, POSITIONS[..., None].expand(-1, -1, everywhere.shape[-1]))
     chosen = model(ids, POSITIONS, attention_mask=mask)
     assert torch.allclose(chosen, wanted, atol=1e-4)
     assert torch.allclose(model(ids[2:, :5]), everywhere[2:, :5], atol=1e-4)
@@ -154,7 +185,7 @@ def test_narrow_layers_against_torchs_own_attention(switches):
     ids, mask = batch()
     post_norm = model.layers[0].post_norm
     with torch.no_grad():
-        first = model.layers[0](model.embeddings(ids), None, mask.bool()[:, None, None, :])
+        first = model.layers[0](model.embeddings(ids), None, mask)
         x = first.gather(1, POSITIONS[..., None].expand(-1, -1, 32))
         for layer in model.layers[1:]:
             attention = torch.nn.MultiheadAttention(32, 2, bias=False, batch_first=True)
@@ -169,6 +200,46 @@ def test_narrow_layers_against_torchs_own_attention(switches):
             else:
                 x = x + layer.mlp(layer.mlp_norm(x))
         assert torch.allclose(model(ids, POSITIONS, mask), model.final_norm(x), atol=1e-5)
+
+
+def shifted(x):
+    """Each token's vector becomes the one before."""
+    return x.roll(1, dims=1)
+
+
+EDITS = {  # {where somebody might mix tokens: (class, its new forward, what is said)}
+    "before attention": (Block, lambda f: lambda s, x, *a: f(s, x + shifted(x), *a), "padding"),
+    "the values": (Attention, lambda f: lambda s, q, c, *a: f(s, q, shifted(c), *a), "padding"),
+    "the queries": (Attention, lambda f: lambda s, q, *a: f(s, shifted(q), *a), "random order"),
+    "the MLP": (MLP, lambda f: lambda s, x: f(s, shifted(x)), "random order"),
+    "after the block": (Block, lambda f: lambda s, *a: shifted(f(s, *a)), "random order"),
+}
+
+
+@pytest.mark.parametrize("n_narrow", [0, 2])
+@pytest.mark.parametrize("where", EDITS)
+def test_an_edit_that_mixes_tokens_in_the_wrong_place_is_one_line(monkeypatch, where, n_narrow):
+    edited, edit, said = EDITS[where]
+    config = model_config(**SIZES, n_narrow=n_narrow)
+    check_mixing(config)
+    monkeypatch.setattr(edited, "forward", edit(edited.forward))
+    with pytest.raises(SystemExit, match=said) as end:
+        check_mixing(config)
+    assert "\n" not in str(end.value)
+
+
+def test_an_edit_that_mixes_tokens_in_the_right_place_is_none_of_it(monkeypatch):
+    forward = Block.forward
+
+    def edited(self, x, rope=None, attention_mask=None, *others):
+        text = x if attention_mask is None else x * attention_mask[..., None]
+        return forward(self, x + F.pad(text, (0, 0, 1, 0))[:, :-1], rope, attention_mask, *others)
+
+    monkeypatch.setattr(Block, "forward", edited)
+    state = torch.get_rng_state()
+    for switches in ({}, CRAMMED, BERT, {"n_narrow": 2}):
+        check_mixing(model_config(**(SIZES | switches)))
+    assert torch.equal(state, torch.get_rng_state())
 
 
 # The loss, its precision and its graphs
@@ -191,11 +262,11 @@ def test_the_loss_and_its_gradient_are_float64s(dtype, loss_error, gradient_erro
 
     loss_fn = make_loss(model, CPU, dtype)
     with torch.no_grad():
-        evaluated = loss_fn(ids, POSITIONS, labels)
+        evaluated = loss_fn(ids, POSITIONS, labels)["loss"]
     compiled = torch.compile(loss_fn, backend="aot_eager", fullgraph=True)
     for training in (loss_fn, compiled):
         model.zero_grad()
-        loss = training(ids, POSITIONS, labels)
+        loss = training(ids, POSITIONS, labels)["loss"]
         loss.backward()
         assert loss.dtype == torch.float32
         assert loss.item() == pytest.approx(evaluated.item(), rel=1e-5 + loss_error)

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from conftest import model_config
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from model import CHOICES, Classifier, MaskedLM, ModelConfig
+from model import CHOICES, MaskedLM, ModelConfig
 from nanocram.model_folder import load, not_native, save
 
 SIZES = dict(vocab_size=90, max_seq_len=160, n_layer=3, n_head=2, n_embd=32, n_inner=24)
@@ -66,46 +66,31 @@ def test_the_folder_is_a_modernbert(tmp_path, switches):
 
 
 def test_what_is_native():
-    assert not_native(model_config()) == not_native(model_config(n_narrow=1)) == ""
-    assert not_native(model_config(activation="relu2")) == "activation=relu2"
-    why = not_native(model_config(position_embedding="learned", n_narrow=2))
-    assert "position_embedding=learned" in why and "n_narrow=2" in why
+    def why(**switches):
+        return not_native(random_model(**switches))
+
+    assert why() == why(n_narrow=1) == why(head_transform=True, linear_bias=True) == ""
+    assert why(activation="relu2") == "activation=relu2"
+    both = why(position_embedding="learned", n_narrow=2)
+    assert "position_embedding=learned" in both and "n_narrow=2" in both
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_a_classifier_goes_to_transformers_and_back(tmp_path, pooling):
-    """With the fresh head of a model that had none; padding does not count."""
-    model = random_model(linear_bias=True, norm_bias=True)
-    ours = Classifier(model, 3, dropout=0.3, pooling=pooling).eval()
-    with torch.no_grad():
-        for p in ours.head.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-    save(ours, tmp_path, ("a", "b", "c"))
-    theirs = HF_CLASSIFIER.from_pretrained(tmp_path)
-    again = load(tmp_path)
-    assert [*theirs.config.id2label.values()] == ["a", "b", "c"]
-    assert theirs.config.classifier_dropout == again.drop.p == 0.3
-    ids, mask = batch()
-    with torch.no_grad():
-        wanted = ours(ids, mask)
-        assert torch.allclose(theirs(ids, attention_mask=mask).logits, wanted, atol=1e-5)
-        assert torch.equal(again(ids, mask), wanted)
+def test_parameters_that_modernbert_lacks_are_seen(tmp_path):
+    """Those of an edit without a switch: transformers would load the folder without them."""
+    model = random_model()
+    model.model.layers[1].conv = torch.nn.Conv1d(32, 32, 3, bias=False)
+    assert not_native(model) == "conv.weight"
+    save(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "nanocram"
 
 
-def test_a_classifier_that_transformers_made(tmp_path):
-    """Loaded if our model had a head transform; else its head has no place in ours."""
-    ids, mask = batch()
-    for has_head in (True, False):
-        save(random_model(head_transform=has_head), tmp_path / "ours")
-        theirs = HF_CLASSIFIER.from_pretrained(tmp_path / "ours", num_labels=3)
-        theirs.save_pretrained(tmp_path / "theirs")
-        if has_head:
-            with torch.no_grad():
-                wanted = theirs.eval()(ids, attention_mask=mask).logits
-                assert torch.allclose(load(tmp_path / "theirs")(ids, mask), wanted, atol=1e-5)
-        else:
-            with pytest.raises(ValueError, match="--baseline=hf:FOLDER"):
-                load(tmp_path / "theirs")
+def test_what_was_fine_tuned_is_refused(tmp_path):
+    """It has a head that was not pre-trained."""
+    save(random_model(head_transform=True), tmp_path / "ours")
+    theirs = HF_CLASSIFIER.from_pretrained(tmp_path / "ours", num_labels=3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="fine-tuned already"):
+        load(tmp_path / "theirs")
 
 
 def test_what_transformers_made_of_a_model_without_head_transform(tmp_path):
@@ -123,20 +108,27 @@ def test_what_transformers_made_of_a_model_without_head_transform(tmp_path):
         load(tmp_path / "trained")
 
 
+def config_or_reject(**changes):
+    try:
+        return model_config(**changes)
+    except ValueError:  # n_narrow and n_layer do not fit, or a fork's switches
+        reject()
+
+
 def configs():
     choices = {name: st.sampled_from(values) for name, values in CHOICES.items()}
     switches = {f.name: st.booleans() for f in fields(ModelConfig) if f.type is bool}
     sizes = {"vocab_size": st.integers(8, 60), "n_layer": st.integers(1, 3)}
     sizes |= {"n_head": st.sampled_from([1, 2]), "n_embd": st.sampled_from([8, 16])}
     sizes |= {"n_inner": st.integers(1, 20), "token_types": st.sampled_from([0, 2])}
-    return st.builds(model_config, max_seq_len=st.just(20), **sizes, **choices, **switches)
+    sizes |= {"max_seq_len": st.just(20), "n_narrow": st.integers(0, 2)}
+    return st.builds(config_or_reject, **sizes, **choices, **switches)
 
 
 @settings(max_examples=20, deadline=None)
 @given(configs())
 def test_save_and_load_any_architecture(tmp_path_factory, config):
     folder = tmp_path_factory.mktemp("model")
-    config.n_narrow = config.vocab_size % config.n_layer
     model = MaskedLM(config).eval()
     with torch.no_grad():
         for p in model.parameters():

@@ -36,7 +36,8 @@ def alone(train, monkeypatch, **settings):
 def assert_equal_runs(a, b, tolerance):
     """Rows consumed, losses, gradient norms and the weights in the end."""
     tolerances = dict.fromkeys(("step", "tokens", "batch_size", "lr", "mask_rate"), 1e-9)
-    tolerances |= dict.fromkeys(("loss", "val_loss_15", "val_loss_25", "grad_norm"), tolerance)
+    names = ("loss", "half", "val_loss_15", "val_loss_25", "grad_norm")
+    tolerances |= dict.fromkeys(names, tolerance)
     for row, other in zip(runlog.read_log(a), runlog.read_log(b), strict=True):
         for name, rel in tolerances.items():
             assert row.get(name, 0) == pytest.approx(other.get(name, 0), rel=rel), name
@@ -46,16 +47,42 @@ def assert_equal_runs(a, b, tolerance):
         assert torch.allclose(weight, others[name], atol=10 * tolerance * scale), name
 
 
-def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
+WITH_A_SECOND_NUMBER = """
+import sys
+sys.path.insert(0, ROOT)
+import train
+from nanocram import machine, settings
+
+machine.matmul_rate = lambda *where: 1e12
+make_loss = train.make_loss
+
+def with_half(*args):
+    loss_fn = make_loss(*args)
+    def more(*batch):
+        sums = loss_fn(*batch)
+        return sums | {"half": sums["loss"].detach() / 2}
+    return more
+
+train.make_loss = with_half
+settings.configure(vars(train), sys.argv[1:])
+train.main()
+"""
+
+
+def test_two_ranks_match_one(data_dir, tmp_path):
     """The ramp begins with one micro-batch, so that a rank is idle, and ends with three, so that
-    one has more to do."""
+    one has more to do. A second number of the loss is summed as the loss is."""
     settings = SETTINGS | {"max_steps": 8, "dropout": 0.1, "optimizer": "adamw"}
     settings |= {"data_dir": str(data_dir)}
-    ranks = torchrun(2, **settings, out_dir=tmp_path / "two")
-    alone(train, monkeypatch, **settings, out_dir=str(tmp_path / "one"))
-    said, _ = ranks.communicate(timeout=200)
-    assert ranks.returncode == 0, said
-    assert said.count("8 steps, 0 of them skipped") == 1  # one speaks for all
+    script = tmp_path / "second.py"
+    script.write_text(WITH_A_SECOND_NUMBER.replace("ROOT", repr(str(ROOT))))
+    for n, name in ((2, "two"), (1, "one")):
+        ranks = torchrun(n, script, **settings, out_dir=tmp_path / name)
+        said, _ = ranks.communicate(timeout=200)
+        assert ranks.returncode == 0, said
+        assert said.count("8 steps, 0 of them skipped") == 1  # one speaks for all
+    for line in runlog.read_log(tmp_path / "two"):
+        assert line.get("half", 0) == pytest.approx(line.get("loss", 0) / 2, rel=1e-5)
     assert runlog.read_facts(tmp_path / "two")["processes"] == 2
     batches = {row.get("batch_size") for row in runlog.read_log(tmp_path / "two")}
     assert batches == {None, 8, 16, 24}

@@ -131,10 +131,10 @@ def test_the_ramp_of_smaller_cards(monkeypatch):
 def test_what_is_hidden_of_a_row(paper):
     """So many in each row, of each kind; anywhere but at [CLS], every place as likely."""
     n = sum(paper["hidden"])
-    assert {train.mask_count(t) for t in MOMENTS} == {n}
+    assert {train.row_shape(t) for t in MOMENTS} == {(128, n)}
     # Tokens from 10 on: a [MASK] is nothing else, and a random token hardly ever the one before.
     rows = torch.randint(10, train.vocab_size, (4000, 128))
-    ids, positions, labels = train.draw_masks(rows, n)
+    ids, positions, labels = train.draw_masks(None, rows, n)
     assert torch.equal(labels, rows.gather(1, positions))
     assert all(len(set(row)) == n for row in positions.tolist())
     seen = ids.gather(1, positions)

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,23 @@ def test_ids_equal_transformers_on_any_text(pair, text):
 def test_ids_equal_transformers_on_awkward_and_on_real_text(pair, texts):
     for text in [*AWKWARD, *texts[60:70]]:
         agree(pair, text)
+
+
+def test_where_words_begin(pair, texts):
+    """Letters and digits without a space in front go on, in transformers' own view of the words."""
+    ours, theirs = pair
+    if ours.mode == "none":
+        pytest.skip("a text as it is may have a word without a space in front")
+    begins = ours.begins_word()
+    assert all(begins[:4])  # the special ones
+    text = " ".join(re.findall("[a-zA-Z]{1,24}", " ".join(texts[60:62])))
+    encoded = theirs(text, add_special_tokens=False)
+    word_of = encoded.word_ids()
+    wanted = [i == 0 or word_of[i] != word_of[i - 1] for i in range(len(word_of))]
+    assert [begins[i] for i in encoded["input_ids"]] == wanted and not all(wanted)
+    assert len(text.split()) == sum(wanted)
+    for text, n_words in (("x" * 90, 1), ("1234567", 1), ("naïve œuvre", 2), ("stop! (now)", 4)):
+        assert sum(begins[i] for i in ours.encode(text)) == n_words, text
 
 
 def test_special_ids_and_templates(pair):

@@ -3,6 +3,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from conftest import ROOT, model_config, new_log, new_run, put
 import train as module
 from model import MaskedLM
 from nanocram import machine, runlog
+from nanocram.tokenizer import CLS
 
 
 @pytest.fixture
@@ -45,11 +47,34 @@ def test_learning_rates_follow_their_formula(setting, schedule):
 
 def test_masking_falls_in_four_stages(setting):
     """Evenly from 30 to 15 % of 128 tokens; a constant rate is one stage."""
-    stages = [module.mask_count(p) for p in (0, 0.249, 0.25, 0.499, 0.5, 0.749, 0.75, 1)]
-    assert stages == [38, 38, 32, 32, 26, 26, 19, 19]
-    assert module.mask_counts() == [38, 32, 26, 19]
+    stages = [module.row_shape(p) for p in (0, 0.249, 0.25, 0.499, 0.5, 0.749, 0.75, 1)]
+    assert stages == [(128, count) for count in (38, 38, 32, 32, 26, 26, 19, 19)]
+    assert module.row_shapes() == [(128, count) for count in (38, 32, 26, 19)]
     setting(mask_rate_end=0.3)
-    assert module.mask_counts() == [38]
+    assert module.row_shapes() == [(128, 38)]
+
+
+def test_rows_are_cut_into_shorter_ones(train, setting):
+    """Each begins with [CLS]; the rows that are kept for the next pass are as they were."""
+    shapes = {True: (32, 5), False: (128, 20)}
+    setting(row_shape=lambda progress: shapes[progress < 0.5], max_steps=4, log_every=1)
+    run = new_run()
+    data = run.rows.read(8, 8)
+    for shape in shapes.values():
+        ids, positions, labels = module.masked_batch(run, 8, shape)
+        wanted = data.view(-1, shape[0]).clone()
+        wanted[:, 0] = CLS
+        assert labels.shape == (len(wanted), shape[1])
+        assert torch.equal(ids.scatter(1, positions, labels), wanted)
+    assert torch.equal(run.rows.fetch(8, 8), data)
+    flops = [run.model.flops_per_token(*shape) for shape in shapes.values()]
+    assert run.flops_per_token == pytest.approx(sum(flops) / 2)
+    train.main()
+    lines = [line for line in runlog.read_log(train.out_dir) if "mask_rate" in line]
+    rates = [line["mask_rate"] for line in lines]
+    assert rates == pytest.approx([5 / 32] * 2 + [20 / 128] * 2, rel=1e-5)
+    rows = np.cumsum([line["batch_size"] for line in lines])
+    assert [line["tokens"] for line in lines] == (128 * rows).tolist()
 
 
 # A step
@@ -80,8 +105,8 @@ def test_accumulation_gives_the_clipped_gradient_of_one_big_batch(train, setting
     # With zero_init half of the gradients would be zero on both sides.
     setting(zero_init=False, batch_size=64, batch_start=64, grad_clip=grad_clip)
     run = new_run()
-    n_predict = module.mask_count(0.5)
-    parts = [module.masked_batch(run, row, n_predict) for row in range(0, 64, 8)]
+    shape = _, n_predict = module.row_shape(0.5)
+    parts = [module.masked_batch(run, row, shape) for row in range(0, 64, 8)]
     ids, positions, labels = (torch.cat(x) for x in zip(*parts, strict=True))
     assert labels.numel() == 64 * n_predict
     logits = run.model(ids)[torch.arange(64)[:, None], positions]
@@ -137,17 +162,17 @@ def test_one_wait_a_step(train, setting, monkeypatch, amp_dtype):
 
 def test_masks_are_a_function_of_seed_and_row(train, setting):
     run = new_run()
-    a = module.masked_batch(run, 16, 5)
+    a = module.masked_batch(run, 16, (128, 5))
     torch.rand(3)
-    module.masked_batch(run, 0, 5)
-    b = module.masked_batch(run, 16, 5)
+    module.masked_batch(run, 0, (128, 5))
+    b = module.masked_batch(run, 16, (128, 5))
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     setting(seed=1)
-    assert not torch.equal(a[1], module.masked_batch(run, 16, 5)[1])
+    assert not torch.equal(a[1], module.masked_batch(run, 16, (128, 5))[1])
 
 
 def poisoned(loss_fn):
-    return lambda *batch: loss_fn(*batch) * math.nan
+    return lambda *batch: {name: x * math.nan for name, x in loss_fn(*batch).items()}
 
 
 def test_steps_without_a_finite_gradient_are_skipped_and_then_no_save_is_due(train, setting):
@@ -213,18 +238,73 @@ def test_compiled_equals_eager(train, setting):
     """Loss and every gradient of a micro-batch."""
     setting(n_layer=1, zero_init=False, compile=True)
     run = new_run()
-    batch = module.masked_batch(run, 0, 20)
+    batch = module.masked_batch(run, 0, (128, 20))
     gradients = []
     for loss_fn in (run.loss_fn, module.make_loss(run.model, run.device, run.amp_dtype)):
         run.model.zero_grad()
-        value = loss_fn(*batch)
+        value = loss_fn(*batch)["loss"]
         value.backward()
         gradients.append([value.detach(), *(p.grad.clone() for p in run.model.parameters())])
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_nothing_is_saved_after_a_last_step_that_was_skipped(train, setting, monkeypatch, dtype):
+    """But for a few in float16, where they are routine."""
+    setting(max_steps=6, samples="", dtype=dtype)
+    train_step = module.train_step
+
+    def poisoned_at_the_end(run, progress):
+        if run.state.step == 5:
+            run.loss_fn = poisoned(run.loss_fn)
+        train_step(run, progress)
+
+    monkeypatch.setattr(module, "train_step", poisoned_at_the_end)
+    if dtype == "float32":
+        with pytest.raises(SystemExit, match="steps were skipped, nothing is saved"):
+            module.main()
+    else:
+        module.main()
+    state = torch.load(Path(train.out_dir) / "ckpt.pt", weights_only=True)["state"]
+    assert state["step"] == (1 if dtype == "float32" else 6)
+
+
 # The clock
+
+
+def test_a_resume_gets_back_no_second_of_a_save(train, setting, monkeypatch):
+    run = new_run()
+    log = new_log(run)
+    run.clock = module.Clock(run.state)
+    write = module.checkpoint.save
+    monkeypatch.setattr(module.checkpoint, "save", lambda *what: time.sleep(0.4) or write(*what))
+    for _ in range(2):  # the second one knows how long the first one took
+        assert module.save(run, log)
+        used = run.clock.elapsed()
+    ckpt = torch.load(Path(train.out_dir) / "ckpt.pt", weights_only=True)
+    assert ckpt["state"]["elapsed"] == pytest.approx(used, abs=0.2)
+
+
+def test_the_first_step_is_taken_for_one_of_the_start(train, setting, monkeypatch):
+    """However long compiling took: its seconds are no progress. Two passes were half of a batch."""
+    setting(budget_hours=100 / 3600, batch_size=32, batch_start=8)
+    monkeypatch.setattr(module.Clock, "elapsed", lambda clock: 50.0)
+    estimates = []
+
+    def compiled(run, held_out_rows):
+        run.state.setup_seconds = 50.0
+        return 3.0
+
+    def stop(run, progress):
+        estimates.append(run.state.step_seconds)
+        module.signals.stop = True
+
+    monkeypatch.setattr(module, "compile_and_fit", compiled)
+    monkeypatch.setattr(module, "train_step", stop)
+    monkeypatch.setattr(runlog.Log, "after_step", lambda log, progress: None)
+    module.main()
+    assert estimates == [3.0]
 
 
 def stop_clock(monkeypatch, run, now):
@@ -252,6 +332,54 @@ def test_the_reserve_is_kept_for_the_last_evaluation_and_save(train, setting, mo
 
 
 # Saving and the log
+
+
+def test_whatever_is_measured_is_logged(train, setting, monkeypatch):
+    """Means of the steps since the last line; behind the columns that every log has. A resume that
+    measures less keeps what there was."""
+    make_loss, train_step, steps = module.make_loss, module.train_step, []
+
+    def with_more(*args):
+        loss_fn = make_loss(*args)
+
+        def more(ids, positions, labels):
+            sums = loss_fn(ids, positions, labels)
+            return sums | {"twice": 2 * sums["loss"].detach(), "token": labels.float().sum()}
+
+        return more
+
+    def noted(run, progress):
+        train_step(run, progress)
+        steps.append(run.state.last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "make_loss", with_more)
+        patch.setattr(module, "train_step", noted)
+        setting(max_steps=6, log_every=3, evals=1, samples="")
+        module.main()
+    lines = {line["step"]: line for line in runlog.read_log(train.out_dir)}
+    header = (Path(train.out_dir) / "log.csv").read_text().splitlines()[0].split(",")
+    assert header == [*runlog.COLUMNS, "twice", "token"] and "twice" not in lines[0]
+    for step, line in list(lines.items())[1:]:
+        for name in ("loss", "twice", "token", "grad_norm"):
+            wanted = np.mean([last[name] for last in steps[step - 3 : step]])
+            assert line[name] == pytest.approx(wanted, rel=1e-5), name
+        assert line["twice"] == pytest.approx(2 * line["loss"], rel=1e-5)
+        assert 0 < line["token"] < 600
+    setting(init="resume", max_steps=9)
+    module.main()
+    after = runlog.read_log(train.out_dir)
+    assert after[: len(lines)] == list(lines.values())
+    assert after[-1]["step"] == 9 and "twice" not in after[-1]
+
+
+def test_a_forks_tensors_survive_a_resume(train, setting):
+    run = new_run()
+    run.state.tensors["mean"] = torch.randn(3, 2)
+    assert module.save(run, new_log(run))
+    again = new_run()
+    module.checkpoint.load(again, Path(train.out_dir) / "ckpt.pt", module.optimizer)
+    assert torch.equal(again.state.tensors["mean"], run.state.tensors["mean"])
 
 
 def test_the_log_has_the_rates_of_both_optimisers(train, setting):
@@ -311,6 +439,9 @@ SLIPS = [
     ({"schedule": "wave"}, "schedule=wave is unknown"),
     ({"seq_len": 64}, "type --seq_len=128"),
     ({"vocab_size": 32768}, "type --vocab_size=600"),
+    ({"row_shape": lambda progress: (48, 9)}, "row_shape() returns 48, 9"),
+    ({"optimizer": "lion"}, "optimizer=lion is unknown"),
+    ({"mask_rate": 0.0}, "mask_rate=0.0 must be between"),
     ({"n_head": 3}, "n_embd=32 must be an even multiple of n_head=3"),
     ({"data_dir": "nowhere"}, "run python prepare.py"),
     ({"init": "resume"}, "ckpt.pt not found"),
@@ -376,7 +507,7 @@ import train
 from nanocram import machine
 machine.keep_freed_memory = lambda: None
 machine.matmul_rate = lambda *where: 1e12
-find_micro_batch = train.find_micro_batch
+compile_and_fit = train.compile_and_fit
 
 def limited(*args):
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -384,11 +515,11 @@ def limited(*args):
     limit = pages * resource.getpagesize() + 200_000_000
     resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
-        return find_micro_batch(*args)
+        return compile_and_fit(*args)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
-train.find_micro_batch = limited
+train.compile_and_fit = limited
 vars(train).update(SETTINGS)
 train.main()
 """

@@ -8,6 +8,8 @@ Shapes: B rows of T tokens, of which K are predicted; C channels in H heads of D
 entries.
 """
 
+import contextlib
+import functools
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -243,11 +245,12 @@ class Block(nn.Module):
         """x (B, T, C) has all tokens of each row, in order; attention_mask (B, T) is 0 at padding,
         None where there is none. Returns the vectors at positions (B, K), or all of them.
 
-        chosen (B, K, C): what NarrowBERT's earlier layers have made of those vectors."""
-        # all tokens, in order: what mixes neighbours belongs here
+        chosen (B, K, C): the vectors there so far, in NarrowBERT's second and later narrow layers,
+        which take keys and values alone from x; None elsewhere."""
+        # what mixes tokens belongs here, where all of them are left
         context = x if self.post_norm else self.attn_norm(x)  # (B, T, C)
 
-        # from here on only the chosen tokens (B, K, C), in random order
+        # in the last layer and NarrowBERT's, only some tokens (B, K, C) go on, in random order
         if chosen is None:
             chosen, queries = gather_positions(x, positions), gather_positions(context, positions)
         else:
@@ -383,29 +386,32 @@ def matrix_weights(modules):
 
 
 @torch.no_grad()
-def check_mixing(config):
-    """Exit if an edit mixes tokens where only some are left, or text with its padding: if a small
-    model of config has other logits at some positions than everywhere, or beside padding."""
-    sizes = {"n_narrow": min(config.n_narrow, 2), "n_layer": 4, "vocab_size": 32, "n_inner": 16}
+def check_mixing(config, T):
+    """Exit if a model of config, on rows of T tokens, has other logits at some positions than in
+    whole rows, or if text reads its padding: an edit may do so. What an edit does in training mode
+    alone is not seen."""
+    n_narrow = min(config.n_narrow, 2)
+    with contextlib.suppress(ValueError):  # an edit may have rules of its own for sizes
+        config = replace(config, n_narrow=n_narrow, n_layer=n_narrow + 2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = MaskedLM(replace(config, **sizes, n_embd=8 * config.n_head)).eval()
+        model = MaskedLM(config).eval()
         for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)  # what starts at zero would hide its effect
-        ids = torch.randint(4, 32, (2, 8))
-    attention_mask = torch.tensor([[1] * 8, [1] * 5 + [0] * 3])
-    positions = torch.tensor([[6, 0, 3], [4, 1, 2]])
-    everywhere = model(ids, None, attention_mask)
-    at_positions = gather_positions(everywhere, positions)
-    if not torch.allclose(model(ids, positions, attention_mask), at_positions, 1e-3, 1e-3):
+            p.add_(torch.randn_like(p) * 0.1)  # what starts at zero would hide its effect
+        ids = torch.randint(4, config.vocab_size, (2, T))
+        positions = torch.rand(2, T).topk(T // 4).indices
+    close = functools.partial(torch.allclose, rtol=1e-3, atol=1e-3)
+    if not close(model(ids, positions), gather_positions(model(ids), positions)):
         sys.exit(
-            "an edit of model.py mixes tokens where only some are left, in random order: put it at "
-            "the top of Block.forward(), where x has them all"
+            "an edit of model.py changes logits where only some tokens are computed: what mixes "
+            "tokens belongs at the top of Block.forward(), where x has all of them in order"
         )
-    if not torch.allclose(model(ids[1:, :5]), everywhere[1:, :5], 1e-3, 1e-3):
+    is_text = torch.arange(T).expand(2, T) < T - 4
+    other_padding = ids.where(is_text, ids.flip(1))
+    if not close(model(ids, None, is_text)[is_text], model(other_padding, None, is_text)[is_text]):
         sys.exit(
-            "an edit of model.py mixes text with its padding: before it, in Block.forward(), put "
-            "x = x if attention_mask is None else x * attention_mask[..., None]"
+            "an edit of model.py lets text read its padding: in Block.forward(), set what it mixes "
+            "to 0 where attention_mask (B, T) is 0"
         )
 
 

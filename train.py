@@ -31,7 +31,7 @@ seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
-micro_batch = 256               # rows per pass; where memory runs out, a smaller divisor of it
+micro_batch = 256               # rows per forward pass; out of memory: the next smaller divisor
 batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
 batch_ramp = 0.6                # share of the run in which they grow from 0 to it (paper 4.3) ...
 batch_start = 1024              # ... but never below this
@@ -136,14 +136,14 @@ def batch_rows(progress):
     below batch_start (paper 4.3)."""
     if progress >= batch_ramp:
         return batch_size
-    # by the setting, not run.micro_batch: the steps are the same on a smaller card
+    # of the setting, not of run.micro_batch: a smaller card takes the same rows in each step
     micro_batches = int(batch_size * progress / (batch_ramp * micro_batch)) + 1
     return min(batch_size, max(batch_start, micro_batch * micro_batches))
 
 
 def row_shape(progress):
-    """(tokens, tokens to predict) of each row of a pass; the tokens divide seq_len, and rows of the
-    data are cut into so many. Each shape is compiled, so the masking rate falls in four stages."""
+    """(tokens, predicted tokens) of a row in a pass. Each row of the data is cut into rows of so
+    many tokens, which must divide seq_len. Each shape is compiled, so masking falls in 4 stages."""
     stage = min(3, int(4 * progress))
     rate = mask_rate + (mask_rate_end - mask_rate) * stage / 3
     return seq_len, max(1, round(seq_len * rate))
@@ -168,7 +168,7 @@ class State:
     consecutive_skips: int = 0  # those since the last step that was taken
     evals_done: int = -1  # number of the last evaluation; 0 is the one before the first step
     logged: int = -1  # step of the last line in log.csv
-    measured: dict = field(default_factory=dict)  # {name: (count, sum)} of the steps since it
+    sums: dict = field(default_factory=dict)  # {name: (steps, sum over them)} since that line
     elapsed: float = 0.0  # seconds of the budget that were used up at the save
     step_seconds: float = 0.0  # what the last step took; before the first one, an estimate
     eval_seconds: float = 0.0  # what the last evaluation took
@@ -176,7 +176,7 @@ class State:
     setup_seconds: float = 0.0  # compiling, and finding micro_batch; over all resumes
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
     last: dict = field(default_factory=dict)  # what the last step has for log.csv
-    tensors: dict = field(default_factory=dict)  # {name: tensor} of a fork, such as mean weights
+    tensors: dict = field(default_factory=dict)  # a fork's own, such as a mean of the weights
 
 
 class Clock:
@@ -204,11 +204,11 @@ class Clock:
         return bool(max_steps) or self.elapsed() + seconds + self.reserve() < budget_hours * 3600
 
     def progress(self):
-        """Share of the run that is over, in [0, 1]: steps / max_steps, or seconds of training /
-        (budget - compiling - reserve).
+        """Share of the run that is over, in [0, 1]: steps / max_steps, or the seconds used beside
+        compiling / (budget - compiling - reserve).
 
         It rises or falls a little when the reserve changes. It falls when a run is resumed with a
-        larger budget."""
+        larger budget or max_steps."""
         if max_steps:
             return min(1.0, self.state.step / max_steps)
         setup = self.state.setup_seconds
@@ -224,8 +224,8 @@ def draw_masks(run, rows, n_predict):
     """(ids (B, T), positions (B, K), labels (B, K)) of rows (B, T), with K = n_predict.
 
     Of a row's K positions mask_token_share become [MASK], the next random_token_share a random
-    token, the rest stays. [CLS], at position 0, is never chosen. run is for rules of yours: where
-    words begin, (B, T), says run.begins_word[rows]."""
+    token, the rest stays. [CLS], at position 0, is never chosen. run is for a rule of yours: for
+    whole words, run.begins_word[rows] (B, T) is True where a word begins."""
     B, T = rows.shape
     # the K largest of T - 1 random numbers: K places without replacement, in random order
     scores = torch.rand(B, T - 1, device=rows.device)
@@ -245,13 +245,13 @@ def draw_masks(run, rows, n_predict):
 def masked_batch(run, first_row, shape):
     """The micro-batch from first_row on, in rows of a row_shape(), masked.
 
-    Masks and dropout are drawn from (seed, first_row), so a checkpoint needs no random state. The
-    same rows, micro_batch and shape get the same masks on any rank and after any resume."""
+    Masks and dropout are drawn from (seed, first_row), so a checkpoint needs no random state: the
+    same rows, micro_batch and shape get the same masks, on any rank and after a resume."""
     n_tokens, n_predict = shape
     batch_seed = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
     torch.manual_seed(int(batch_seed))
     rows = run.rows.fetch(first_row, run.micro_batch).view(-1, n_tokens)
-    rows[:, 0] = CLS  # rows of the data begin with it; those that were cut out of them may not
+    rows[:, 0] = CLS  # a row of the data begins with it; those that are cut out of one may not
     return draw_masks(run, rows, n_predict)
 
 
@@ -281,24 +281,24 @@ def build_optimizers(model, amp_dtype):
             (exempt if "norm" in name or "bias" in name else decayed).append(p)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt}]
     adam = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
-    how = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "weight_decay": 0.0}
-    optimizers = [adam(groups, **how, fused=decayed[0].device.type in ("cuda", "cpu")), *others]
+    fused = model.decoder.weight.device.type in ("cuda", "cpu")
+    how = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "weight_decay": 0.0, "fused": fused}
+    optimizers = [adam(groups, **how), *others]
     for o in optimizers:
         for group in o.param_groups:
-            group["peak_lr"] = group["lr"]
+            group["peak_lr"] = group["lr"]  # at a resume too: it is that of this command
             group.setdefault("column", f"{type(o).__name__.lower()}_lr" if o in others else "lr")
     return optimizers
 
 
 @contextmanager
 def shown(run):
-    """In `with shown(run):` run.model has the weights that are evaluated and exported: today those
-    that train, which alone are in the checkpoint."""
-    # to show others, such as means that run.state.tensors keeps, copy them in here ...
+    """Inside `with shown(run)`, run.model holds the weights to evaluate and export. As it stands
+    these are the training weights, which the checkpoint has in any case."""
     try:
-        yield
+        yield  # copy others in before this line ...
     finally:
-        pass  # ... and those that train back in here
+        pass  # ... and the training weights back in here
 
 
 def model_config():
@@ -329,7 +329,8 @@ class Run:
         torch.manual_seed(seed)
         config = model_config()
         if offload:  # it stays in host memory, and its blocks stream through the device
-            batch_shape = micro_batch, *row_shapes()[0]
+            n_tokens, n_predict = row_shapes()[0]
+            batch_shape = micro_batch * seq_len // n_tokens, n_tokens, n_predict
             self.streamed = Streamed(config, dev, amp_dtype, batch_shape, compile)
             self.model = self.streamed.model
         else:
@@ -357,18 +358,18 @@ def train_step(run, progress):
     n_tokens, n_predict = shape = row_shape(progress)
 
     # forward and backward, each rank on its share of the micro-batches; gradients add up in .grad
-    totals = {name: torch.zeros((), device=run.device) for name in run.loss_names}
+    means = {name: torch.zeros((), device=run.device) for name in run.loss_names}
     first_rows = range(state.row, state.row + n_rows, run.micro_batch)
     for first_row in first_rows[parallel.RANK :: parallel.WORLD_SIZE]:
         ids, positions, labels = masked_batch(run, first_row, shape)
         sums = run.loss_fn(ids, positions, labels)  # {"loss": sum over the labels, ...}
-        # the mean over the step: each of its micro-batches has as many labels
-        n_labels = labels.numel() * len(first_rows)
-        run.scaler.scale(sums["loss"] / n_labels).backward()
+        # means over the step, whose micro-batches, those of other ranks too, have as many labels
+        labels_in_step = labels.numel() * len(first_rows)
+        run.scaler.scale(sums["loss"] / labels_in_step).backward()
         for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + value.detach() / n_labels
-        # prefetch: run.rows keeps the next rows, read while a GPU is busy with these
-        run.rows.fetch(first_row + parallel.WORLD_SIZE * run.micro_batch, run.micro_batch)
+            means[name] = means.get(name, 0.0) + value.detach().float() / labels_in_step
+        # read the next rows while a GPU is busy with these
+        run.rows.prefetch(first_row + parallel.WORLD_SIZE * run.micro_batch, run.micro_batch)
 
     # sum the means and the gradients over the ranks
     if offload:
@@ -377,14 +378,14 @@ def train_step(run, progress):
     for weight in weights:
         if weight.grad is None:  # on a rank without a micro-batch
             weight.grad = torch.zeros_like(weight)
-    parallel.all_reduce([*totals.values(), *(weight.grad for weight in weights)])
+    parallel.all_reduce([*means.values(), *(weight.grad for weight in weights)])
 
     # the norm of the gradient, by way of the last dimension's: faster on a CPU, and more exact
     for o in run.optimizers:
         run.scaler.unscale_(o)
     norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
     norm = torch.nn.utils.get_total_norm(norms)
-    measured = totals | {"grad_norm": norm}  # 0-d tensors: add yours, and log.csv has them
+    measured = means | {"grad_norm": norm}  # 0-d tensors: add yours, and log.csv has them
     torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, norm)
 
     # the one wait for the device in a step
@@ -400,8 +401,8 @@ def train_step(run, progress):
         for o in run.optimizers:
             o.step()  # not scaler.step(), which would wait for the device once more
         for name, value in measured.items():
-            count, total = state.measured.get(name, (0, 0.0))
-            state.measured[name] = count + 1, total + value
+            steps, total = state.sums.get(name, (0, 0.0))
+            state.sums[name] = steps + 1, total + value
         state.consecutive_skips = 0
     else:
         state.skipped += 1
@@ -422,12 +423,12 @@ def take_all_passes(run, held_out_rows):
     """A pass of each shape that the run will have, which compiles it. No weight changes.
 
     Returns the seconds that a pass of training takes."""
-    # take the room of what comes later: optimiser states, the ranks' sum of gradients; 5 % of a GPU
+    # stand in for what comes later: optimisers' states, the sum over the ranks; and 5 % of a GPU
     copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
-    taken = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
+    stand_ins = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
     if run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
-        taken.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
+        stand_ins.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
 
     def forward_backward(shape):
         sums = run.loss_fn(*masked_batch(run, run.state.row, shape))
@@ -450,14 +451,14 @@ def compile_and_fit(run, held_out_rows):
     pass_seconds = 0.0
     while True:
         # after an out-of-memory error, of an earlier start too, take the next smaller divisor
-        if 0 < state.oom_micro_batch <= micro_batch:
-            smaller = [n for n in range(1, state.oom_micro_batch) if micro_batch % n == 0]
-            if not smaller:
+        while 0 < state.oom_micro_batch <= run.micro_batch:
+            if run.micro_batch == 1:
                 sys.exit(
                     "out of memory with a single row: use a smaller model, or --offload=True "
                     "--optimizer=adamw --lr=0.001"
                 )
-            run.micro_batch = smaller[-1]
+            divisors = [n for n in range(1, run.micro_batch) if run.micro_batch % n == 0]
+            run.micro_batch = divisors[-1]
             print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
         oom = False
         try:
@@ -477,7 +478,7 @@ def compile_and_fit(run, held_out_rows):
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
-        # all ranks take the size that fits the smallest
+        # all ranks take the size that fits on each
         _, oom, stop = parallel.agree(0.0, oom, signals.stop)
         if stop or not oom:
             return pass_seconds
@@ -525,9 +526,9 @@ def save(run, log):
 
     A file that cannot be written stays as it was, and a warning says why."""
     t0 = run.saved_at = time.monotonic()
+    log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     try:
-        runlog.write_log(log.folder, log.lines)  # first: a resume forgets lines, but makes up none
-        # a resume begins behind this save, which takes as long as the last one did
+        # count this save as long as the last one, or a resume gets its seconds back
         run.state.elapsed = run.clock.elapsed() + run.state.save_seconds
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
         with shown(run):
@@ -542,7 +543,7 @@ def save(run, log):
         return False
     run.saved_step = run.state.step
     run.state.save_seconds = time.monotonic() - t0
-    return True
+    return log_is_written
 
 
 def check_settings(dev):
@@ -559,15 +560,17 @@ def check_settings(dev):
     for least, most, names in ranges:
         for name in names.split():
             if not least <= globals()[name] <= most:
-                sys.exit(f"{name}={globals()[name]} must be between {least} and {most}")
+                wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+                sys.exit(f"{name}={globals()[name]} must be {wanted}")
     lr_scale(0.0)  # exits if the schedule is unknown
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
     if not 8 <= seq_len <= max_seq_len:
         sys.exit(f"seq_len={seq_len} must be between 8 and max_seq_len={max_seq_len}")
     for n_tokens, n_predict in row_shapes():  # yours too
-        if seq_len % n_tokens or n_predict >= n_tokens:
-            sys.exit(f"row_shape() returns {n_tokens}, {n_predict}: see its docstring")
+        if not 0 < n_predict < n_tokens or seq_len % n_tokens:
+            wanted = f"tokens that divide seq_len={seq_len}, and fewer of them to predict"
+            sys.exit(f"row_shape() returns {n_tokens}, {n_predict}: it must return {wanted}")
     for n_rows in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
         if n_rows < micro_batch or n_rows % micro_batch:
             wanted = f"multiples of micro_batch={micro_batch}"
@@ -577,8 +580,8 @@ def check_settings(dev):
     if offload and (parallel.WORLD_SIZE > 1 or dev.type == "mps"):
         sys.exit("offload needs one process, on cuda or cpu: drop torchrun or --device=mps")
     with torch.device("meta"):
-        build_optimizers(MaskedLM(model_config()), torch.float32)  # exits if there is none such
-    check_mixing(model_config())
+        build_optimizers(MaskedLM(model_config()), torch.float32)  # exits if it cannot be
+    check_mixing(model_config(), seq_len)
 
 
 # -----------------------------------------------------------------------------
@@ -666,9 +669,8 @@ def main():
                 log.add_line(losses)
         # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
         if state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
-            sys.exit(
-                f"the last {state.consecutive_skips} steps were skipped, nothing is saved: {GO_ON}"
-            )
+            skips = state.consecutive_skips
+            sys.exit(f"nothing is saved after skipped steps at the end ({skips}): {GO_ON}")
         is_saved = save(run, log)
         if losses:
             with shown(run):

@@ -27,7 +27,7 @@ def save(run, path, optimizer_name):
         "model": weights,
         "optimizers": [o.state_dict() for o in run.optimizers],
         "scaler": run.scaler.state_dict(),
-        "state": asdict(run.state),
+        "state": vars(run.state),
     }
 
     def write(temporary):

@@ -45,7 +45,7 @@ class Rows:
         self.seq_len = seq_len
         self.dev = torch.device(dev)
         self.count = self.path.stat().st_size // (2 * seq_len)
-        self.fetched = {}  # {(start, n): those rows, on the device or on their way}
+        self.fetched = {}  # {(start, n): rows that were read ahead of time}
 
     def __len__(self):
         return self.count
@@ -67,15 +67,19 @@ class Rows:
             sys.exit(f"{self.path} cannot be read to its end: see to the disk, then --init=resume")
         return torch.from_numpy(tokens.astype(np.int64).reshape(n, self.seq_len))
 
+    def prefetch(self, start, n):
+        """Read n rows from start on, and start to copy them to the device, for fetch()."""
+        rows = self.read(start, n)
+        on_gpu = self.dev.type == "cuda"
+        if on_gpu:
+            rows = rows.pin_memory()
+        self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
+
     def fetch(self, start, n):
-        """n rows from start on, on the device; yours to change. A call ahead hides the copy."""
+        """n rows from start on, on the device; they are the caller's to change."""
         if (start, n) not in self.fetched:
-            rows = self.read(start, n)
-            on_gpu = self.dev.type == "cuda"
-            if on_gpu:
-                rows = rows.pin_memory()
-            self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
-        return self.fetched[start, n].clone()
+            self.prefetch(start, n)
+        return self.fetched.pop((start, n))
 
 
 def round_up(n, multiple):
@@ -124,6 +128,22 @@ def fill_masks(model, tokenizer, sentence, device="cpu"):
     top = logits[0, 0].float().softmax(-1).topk(3)
     words = [tokenizer.decode([i]).strip() for i in top.indices.tolist()]
     return list(zip(words, top.values.tolist(), strict=True))
+
+
+@torch.no_grad()
+def log_likelihoods(model, sentences, device="cpu"):
+    """The pseudo-log-likelihood in nats, (N,), of N sentences, each a list of ids: each token is
+    masked in turn, and the log-probabilities of the true ones add up (arXiv 1910.14659)."""
+    total = torch.zeros(len(sentences))
+    for length in {len(ids) for ids in sentences}:  # rows of one length need no padding
+        chosen = [i for i, ids in enumerate(sentences) if len(ids) == length]
+        ids = torch.tensor([[CLS, *sentences[i], SEP] for i in chosen], device=device)
+        ids = ids.repeat_interleave(length, dim=0)  # a row for each token to be masked
+        positions = torch.arange(1, length + 1, device=device).repeat(len(chosen))[:, None]
+        logits = model(ids.scatter(1, positions, MASK), positions)[:, 0]
+        nats = logits.float().log_softmax(-1).gather(1, ids.gather(1, positions))
+        total[chosen] = nats.view(-1, length).sum(1).cpu()
+    return total
 
 
 class Ragged:

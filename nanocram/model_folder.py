@@ -8,6 +8,7 @@ names, for load().
 """
 
 import json
+import re
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -61,8 +62,11 @@ FIXED = {
 }
 # Fields that change nothing in what a saved ModernBERT computes, or that not_native() looks at.
 OTHERS = ("n_narrow", "head_transform", "dropout", "zero_init")
-# The modules with parameters that a ModernBERT has.
-PARTS = "tok_embeddings norm attn_norm Wq Wk Wv Wo mlp_norm Wi final_norm dense decoder".split()
+# Our names of the parameters that a ModernBERT has.
+PARAMETERS = re.compile(
+    r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|decoder|"
+    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[io]))\.(weight|bias)"
+)
 
 
 def not_native(model):
@@ -78,8 +82,8 @@ def not_native(model):
         wrong.append("n_narrow")
     if wrong:
         return ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
-    paths = [name.split(".") for name, _ in model.named_parameters()]
-    return ", ".join(sorted({".".join(path[-2:]) for path in paths if path[-2] not in PARTS}))
+    added = [name for name, _ in model.named_parameters() if not PARAMETERS.fullmatch(name)]
+    return added[0] if added else ""
 
 
 def modernbert_config(config):

@@ -7,6 +7,7 @@ python -c "from nanocram import runlog; runlog.plot('out/tiny')"     # draw loss
 import contextlib
 import csv
 import gc
+import io
 import itertools
 import json
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanocram import machine, pairs, parallel
+from nanocram import machine, parallel
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
 from nanocram.safety import write_beside, write_text
@@ -53,18 +54,14 @@ def copy_tokenizer(data_dir, folder, max_seq_len):
 
 
 def write_log(folder, lines):
-    """Write log.csv from [{column: number}]: floats with 6 digits, what is missing empty."""
+    """Write log.csv from [{column: number}]: 6 digits, what is missing empty."""
     columns = list(dict.fromkeys(itertools.chain(COLUMNS, *lines)))
-
-    def write(temporary):
-        with open(temporary, "w", encoding="utf-8", newline="") as f:
-            writer = csv.DictWriter(f, columns, lineterminator="\n")
-            writer.writeheader()
-            for line in lines:
-                digits = {k: f"{v:.6g}" for k, v in line.items() if isinstance(v, float)}
-                writer.writerow(line | digits)
-
-    write_beside(Path(folder) / "log.csv", write)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for line in lines:
+        writer.writerow({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()})
+    write_text(Path(folder) / "log.csv", text.getvalue())
 
 
 def read_log(folder):
@@ -193,19 +190,26 @@ class Log:
             "skipped": state.skipped,
             **losses,
         }
-        line |= {name: total / count for name, (count, total) in state.measured.items()}
-        state.measured = {}
+        line |= {name: total / steps for name, (steps, total) in state.sums.items()}
+        state.sums = {}
         state.logged = state.step
         self.lines.append(line)
         if self.wandb:
             self.wandb.log(line, step=state.step)
-        # the file is written whole, so the longer the rarer: each 5 s with 1,000 lines
-        if time.monotonic() - self.written_at > len(self.lines) / 200:
-            self.written_at = time.monotonic()
-            try:
-                write_log(self.folder, self.lines)
-            except OSError as e:
-                self.say(f"WARNING: cannot write log.csv, its lines are kept: {e}")
+        # rewriting takes longer as the log grows: wait for 1 s per 200 lines
+        waited = time.monotonic() - self.written_at
+        if losses or state.consecutive_skips or waited > max(2, len(self.lines) / 200):
+            self.write()
+
+    def write(self):
+        """Write log.csv; return whether that worked. If not, a warning says why."""
+        self.written_at = time.monotonic()
+        try:
+            write_log(self.folder, self.lines)
+        except OSError as e:
+            self.say(f"WARNING: cannot write log.csv, its lines are kept: {e}")
+            return False
+        return True
 
     def throughput(self):
         """(tokens per second, MFU) of all ranks, while this process trained."""
@@ -267,11 +271,6 @@ class Log:
         )
         for sentence in self.sentences:
             self.guess(sentence)
-        if self.sentences and self.run.tokenizer.mode == "ascii":
-            shares = pairs.score(self.run.model, self.run.tokenizer, self.run.device)
-            if shares:
-                mean = sum(shares.values()) / len(shares)
-                self.say(f"English grammar: {mean:.0%} of pairs right; guessing has 50 %")
         self.say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
 
 

@@ -76,11 +76,20 @@ def run_recipe(path, values, defaults, script):
 
 
 def settings_of_all_scripts(folder):
-    """{name: value} of the settings of the scripts in a folder."""
+    """{name: value} of what the scripts in a folder assign; None where it is no plain value."""
     found = {}
     for path in Path(folder).glob("*.py"):
-        with contextlib.suppress(Exception):  # somebody's unfinished file
-            exec(config_block(path), found)
+        source = path.read_text("utf-8")
+        nodes = []
+        with contextlib.suppress(SyntaxError):  # somebody's unfinished file
+            nodes = ast.parse(source).body if "configure(" in source else []
+        for node in nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if name.islower():
+                    found[name] = None
+                    with contextlib.suppress(ValueError):
+                        found[name] = ast.literal_eval(node.value)
     return found
 
 

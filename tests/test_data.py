@@ -3,14 +3,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import put
+from conftest import model_config, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train as module
-from nanocram.data import IGNORE, Rows, held_out, load_meta
+from model import MaskedLM
+from nanocram.data import IGNORE, Rows, held_out, load_meta, log_likelihoods
 from nanocram.runlog import read_log
-from nanocram.tokenizer import CLS, MASK
+from nanocram.tokenizer import CLS, MASK, SEP
 
 
 def some_rows(n, T, vocab=1000):
@@ -33,6 +34,23 @@ def test_masks_are_what_they_claim(B, T, data):
         assert torch.equal(labels[b], rows[b, positions[b]])
         wanted[b, positions[b]] = MASK
     assert torch.equal(ids, wanted)
+
+
+def test_each_token_is_masked_in_turn():
+    """In the likelihood of a sentence, which is the sum over its tokens."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=90, max_seq_len=40, n_layer=2, n_head=2, n_embd=32, n_inner=24)
+    model = MaskedLM(model_config(**sizes, zero_init=False)).eval()
+    sentences = [[5, 6, 7], [8, 9], [7, 6, 5], [10]]
+    wanted = []
+    for tokens in sentences:
+        nats = 0.0
+        for i, token in enumerate(tokens):
+            hidden = [*tokens[:i], MASK, *tokens[i + 1 :]]
+            logits = model(torch.tensor([[CLS, *hidden, SEP]]))[:, i + 1]
+            nats -= torch.nn.functional.cross_entropy(logits, torch.tensor([token])).item()
+        wanted.append(nats)
+    assert log_likelihoods(model, sentences).tolist() == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("batch", [3, 64])

@@ -11,19 +11,9 @@ from conftest import ROOT, model_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import model as module
 import train
-from model import (
-    CHOICES,
-    MLP,
-    Attention,
-    Block,
-    Classifier,
-    MaskedLM,
-    ModelConfig,
-    attend_by_products,
-    check_mixing,
-    make_loss,
-)
+from model import CHOICES, Classifier, MaskedLM, ModelConfig, attend_by_products, make_loss
 from nanocram.settings import configure
 
 CPU = torch.device("cpu")
@@ -144,8 +134,7 @@ def others(field):
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        value = SIZES.get(field.name, value)
-        return [value + 1, value + 2]
+        return [SIZES.get(field.name, value) + (2 if field.name == "n_head" else 1)]
     if isinstance(value, float):
         return [value + 0.3]
     return CHOICES.get(field.name, ())
@@ -207,38 +196,40 @@ def shifted(x):
     return x.roll(1, dims=1)
 
 
+FEW, PADDING = "only some tokens are computed", "read its padding"
 EDITS = {  # {where somebody might mix tokens: (class, its new forward, what is said)}
-    "before attention": (Block, lambda f: lambda s, x, *a: f(s, x + shifted(x), *a), "padding"),
-    "the values": (Attention, lambda f: lambda s, q, c, *a: f(s, q, shifted(c), *a), "padding"),
-    "the queries": (Attention, lambda f: lambda s, q, *a: f(s, shifted(q), *a), "random order"),
-    "the MLP": (MLP, lambda f: lambda s, x: f(s, shifted(x)), "random order"),
-    "after the block": (Block, lambda f: lambda s, *a: shifted(f(s, *a)), "random order"),
+    "before attention": ("Block", lambda f: lambda s, x, *a: f(s, x + shifted(x), *a), PADDING),
+    "the values": ("Attention", lambda f: lambda s, q, c, *a: f(s, q, shifted(c), *a), PADDING),
+    "the queries": ("Attention", lambda f: lambda s, q, *a: f(s, shifted(q), *a), FEW),
+    "the MLP": ("MLP", lambda f: lambda s, x: f(s, shifted(x)), FEW),
+    "after the block": ("Block", lambda f: lambda s, *a: shifted(f(s, *a)), FEW),
 }
 
 
 @pytest.mark.parametrize("n_narrow", [0, 2])
 @pytest.mark.parametrize("where", EDITS)
 def test_an_edit_that_mixes_tokens_in_the_wrong_place_is_one_line(monkeypatch, where, n_narrow):
-    edited, edit, said = EDITS[where]
+    name, edit, said = EDITS[where]
+    edited = getattr(module, name)
     config = model_config(**SIZES, n_narrow=n_narrow)
-    check_mixing(config)
+    module.check_mixing(config, 16)
     monkeypatch.setattr(edited, "forward", edit(edited.forward))
     with pytest.raises(SystemExit, match=said) as end:
-        check_mixing(config)
+        module.check_mixing(config, 16)
     assert "\n" not in str(end.value)
 
 
 def test_an_edit_that_mixes_tokens_in_the_right_place_is_none_of_it(monkeypatch):
-    forward = Block.forward
+    forward = module.Block.forward
 
     def edited(self, x, rope=None, attention_mask=None, *others):
         text = x if attention_mask is None else x * attention_mask[..., None]
         return forward(self, x + F.pad(text, (0, 0, 1, 0))[:, :-1], rope, attention_mask, *others)
 
-    monkeypatch.setattr(Block, "forward", edited)
+    monkeypatch.setattr(module.Block, "forward", edited)
     state = torch.get_rng_state()
     for switches in ({}, CRAMMED, BERT, {"n_narrow": 2}):
-        check_mixing(model_config(**(SIZES | switches)))
+        module.check_mixing(model_config(**(SIZES | switches)), 16)
     assert torch.equal(state, torch.get_rng_state())
 
 

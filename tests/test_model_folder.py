@@ -77,11 +77,14 @@ def test_what_is_native():
 
 def test_parameters_that_modernbert_lacks_are_seen(tmp_path):
     """Those of an edit without a switch: transformers would load the folder without them."""
-    model = random_model()
-    model.model.layers[1].conv = torch.nn.Conv1d(32, 32, 3, bias=False)
-    assert not_native(model) == "conv.weight"
-    save(model, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "nanocram"
+    for place, name in (("model.layers.1", "conv"), ("model.layers.1.attn", "norm"), ("", "bend")):
+        model = random_model()
+        setattr(model.get_submodule(place), name, torch.nn.LayerNorm(32, bias=False))
+        assert not_native(model) == f"{place}.{name}.weight".lstrip(".")
+        save(model, tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "nanocram"
+    model.scale = torch.nn.Parameter(torch.ones(1))
+    assert not_native(model) == "scale"
 
 
 def test_what_was_fine_tuned_is_refused(tmp_path):

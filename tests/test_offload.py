@@ -92,8 +92,7 @@ LEARNED = {"position_embedding": "learned", "embedding_norm": False, "activation
 def test_gradients_are_the_plain_models(sums_travel, switches, sums_stay):
     """Of three micro-batches, to the bit, at sizes that need padding.
 
-    Several narrow blocks add up the gradients of their context in another order: equal to rounding.
-    """
+    Several narrow blocks add up the gradients of x in another order: equal to rounding."""
     if not sums_stay:
         sums_travel()
     sizes = {"vocab_size": 301, "n_layer": 4, "n_head": 2, "n_embd": 20, "n_inner": 27}
@@ -155,6 +154,15 @@ def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
         loss.backward()
     tried.model.zero_grad()
     assert step(tried, 0.9) == step(fresh, 0.9)
+
+
+def test_the_forecast_of_memory_knows_shorter_rows(setting, monkeypatch):
+    """Twice as many of half the length."""
+    setting(offload=True, row_shape=lambda progress: (64, 19))
+    seen = []
+    monkeypatch.setattr(offload, "plan_memory", lambda *args: seen.append(args[-1]))
+    new_run()
+    assert seen == [(16, 64, 19)]
 
 
 def test_device_memory_holds_two_blocks(setting, sums_travel):

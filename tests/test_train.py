@@ -215,6 +215,7 @@ def test_a_run_that_diverges_ends_and_goes_on_from_before(train, setting, monkey
     assert end.value.code and "\n" not in str(end.value)
     path = Path(train.out_dir) / "ckpt.pt"
     assert torch.load(path, weights_only=True)["state"]["step"] == 5
+    assert runlog.read_log(train.out_dir)[-1]["step"] > 50  # what happened stands there
     assert runlog.read_log(train.out_dir)[-1]["skipped"] > 0
     setting(init="resume", max_steps=12)
     module.main()
@@ -249,25 +250,28 @@ def test_compiled_equals_eager(train, setting):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_nothing_is_saved_after_a_last_step_that_was_skipped(train, setting, monkeypatch, dtype):
-    """But for a few in float16, where they are routine."""
+@pytest.mark.parametrize(("dtype", "skips"), [("float32", 1), ("float16", 3), ("float16", 4)])
+def test_nothing_is_saved_after_last_steps_that_were_skipped(
+    train, setting, monkeypatch, dtype, skips
+):
+    """But after three or fewer in float16, where they are routine."""
     setting(max_steps=6, samples="", dtype=dtype)
     train_step = module.train_step
 
     def poisoned_at_the_end(run, progress):
-        if run.state.step == 5:
+        if run.state.step == 6 - skips:
             run.loss_fn = poisoned(run.loss_fn)
         train_step(run, progress)
 
     monkeypatch.setattr(module, "train_step", poisoned_at_the_end)
-    if dtype == "float32":
-        with pytest.raises(SystemExit, match="steps were skipped, nothing is saved"):
-            module.main()
-    else:
+    if skips == 3:
         module.main()
+    else:
+        with pytest.raises(SystemExit, match="nothing is saved after skipped steps"):
+            module.main()
     state = torch.load(Path(train.out_dir) / "ckpt.pt", weights_only=True)["state"]
-    assert state["step"] == (1 if dtype == "float32" else 6)
+    assert state["step"] == (6 if skips == 3 else 1)
+    assert runlog.read_log(train.out_dir)[-1]["step"] == 6
 
 
 # The clock
@@ -373,6 +377,39 @@ def test_whatever_is_measured_is_logged(train, setting, monkeypatch):
     assert after[-1]["step"] == 9 and "twice" not in after[-1]
 
 
+def test_a_log_that_cannot_be_written_stops_no_checkpoint(train, setting, monkeypatch, capsys):
+    """Its lines wait for the next time."""
+    run = new_run()
+    log = new_log(run)
+    module.train_step(run, 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(runlog, "write_text", lambda path, text: (path / "nowhere").read_text())
+        log.add_line({"val_loss_15": 6.0, "val_loss_25": 6.1})
+        assert not module.save(run, log)
+    assert capsys.readouterr().out.count("WARNING: cannot write log.csv") == 2
+    assert torch.load(log.folder / "ckpt.pt", weights_only=True)["state"]["step"] == 1
+    assert module.save(run, log)
+    assert [line["step"] for line in runlog.read_log(log.folder)] == [1]
+
+
+def test_an_older_checkpoint_goes_on(train, setting):
+    """It had the mean of the loss in two fields that are gone."""
+    run = new_run()
+    log = new_log(run)
+    module.train_step(run, 0.5)
+    assert module.save(run, log)
+    path = log.folder / "ckpt.pt"
+    ckpt = torch.load(path, weights_only=True)
+    for name in ("sums", "tensors"):
+        del ckpt["state"][name]
+    torch.save(ckpt | {"state": ckpt["state"] | {"loss_sum": 6.4, "loss_count": 1}}, path)
+    again = new_run()
+    module.checkpoint.load(again, path, module.optimizer)
+    assert again.state.step == 1 and again.state.sums == {}
+    module.train_step(again, 0.6)
+    assert again.state.step == 2
+
+
 def test_a_forks_tensors_survive_a_resume(train, setting):
     run = new_run()
     run.state.tensors["mean"] = torch.randn(3, 2)
@@ -440,8 +477,9 @@ SLIPS = [
     ({"seq_len": 64}, "type --seq_len=128"),
     ({"vocab_size": 32768}, "type --vocab_size=600"),
     ({"row_shape": lambda progress: (48, 9)}, "row_shape() returns 48, 9"),
+    ({"row_shape": lambda progress: (64, 0)}, "row_shape() returns 64, 0"),
     ({"optimizer": "lion"}, "optimizer=lion is unknown"),
-    ({"mask_rate": 0.0}, "mask_rate=0.0 must be between"),
+    ({"mask_rate": 0.0}, "mask_rate=0.0 must be from 0.001 to 0.9"),
     ({"n_head": 3}, "n_embd=32 must be an even multiple of n_head=3"),
     ({"data_dir": "nowhere"}, "run python prepare.py"),
     ({"init": "resume"}, "ckpt.pt not found"),

@@ -245,8 +245,8 @@ class Block(nn.Module):
         """x (B, T, C) has all tokens of each row, in order; attention_mask (B, T) is 0 at padding,
         None where there is none. Returns the vectors at positions (B, K), or all of them.
 
-        chosen (B, K, C): the vectors there so far, in NarrowBERT's second and later narrow layers,
-        which take keys and values alone from x; None elsewhere."""
+        chosen: None, but for NarrowBERT's second and later narrow layers. They go on with these
+        vectors (B, K, C), and take only keys and values from x, the last full layer's."""
         # what mixes tokens belongs here, where all of them are left
         context = x if self.post_norm else self.attn_norm(x)  # (B, T, C)
 

@@ -175,7 +175,7 @@ class State:
     save_seconds: float = 0.0  # what the last save took
     setup_seconds: float = 0.0  # compiling, and finding micro_batch; over all resumes
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
-    last: dict = field(default_factory=dict)  # what the last step has for log.csv
+    last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     tensors: dict = field(default_factory=dict)  # a fork's own, such as a mean of the weights
 
 
@@ -204,8 +204,8 @@ class Clock:
         return bool(max_steps) or self.elapsed() + seconds + self.reserve() < budget_hours * 3600
 
     def progress(self):
-        """Share of the run that is over, in [0, 1]: steps / max_steps, or the seconds used beside
-        compiling / (budget - compiling - reserve).
+        """Share of the run that is over, in [0, 1]: steps / max_steps, or (elapsed - setup) /
+        (budget - setup - reserve). Setup, mostly compiling, uses budget but is no progress.
 
         It rises or falls a little when the reserve changes. It falls when a run is resumed with a
         larger budget or max_steps."""
@@ -245,8 +245,8 @@ def draw_masks(run, rows, n_predict):
 def masked_batch(run, first_row, shape):
     """The micro-batch from first_row on, in rows of a row_shape(), masked.
 
-    Masks and dropout are drawn from (seed, first_row), so a checkpoint needs no random state: the
-    same rows, micro_batch and shape get the same masks, on any rank and after a resume."""
+    Masks and dropout depend on seed, first_row, micro_batch and shape alone, on any rank, so a
+    checkpoint needs no random state. How many micro-batches make a step depends on progress."""
     n_tokens, n_predict = shape
     batch_seed = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
     torch.manual_seed(int(batch_seed))
@@ -286,7 +286,7 @@ def build_optimizers(model, amp_dtype):
     optimizers = [adam(groups, **how), *others]
     for o in optimizers:
         for group in o.param_groups:
-            group["peak_lr"] = group["lr"]  # at a resume too: it is that of this command
+            group["peak_lr"] = group["lr"]  # checkpoint.load() keeps that of this command
             group.setdefault("column", f"{type(o).__name__.lower()}_lr" if o in others else "lr")
     return optimizers
 
@@ -363,7 +363,7 @@ def train_step(run, progress):
     for first_row in first_rows[parallel.RANK :: parallel.WORLD_SIZE]:
         ids, positions, labels = masked_batch(run, first_row, shape)
         sums = run.loss_fn(ids, positions, labels)  # {"loss": sum over the labels, ...}
-        # means over the step, whose micro-batches, those of other ranks too, have as many labels
+        # divide by the labels of the whole step: each micro-batch, on any rank, has as many
         labels_in_step = labels.numel() * len(first_rows)
         run.scaler.scale(sums["loss"] / labels_in_step).backward()
         for name, value in sums.items():
@@ -478,7 +478,7 @@ def compile_and_fit(run, held_out_rows):
         gc.collect()
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
-        # all ranks take the size that fits on each
+        # all ranks take the size that fits on each; there is no progress to agree on yet
         _, oom, stop = parallel.agree(0.0, oom, signals.stop)
         if stop or not oom:
             return pass_seconds
@@ -508,8 +508,8 @@ def evaluate(run, held_out_sets):
 
 
 def should_save(run):
-    """Whether to save now: at the start, which shows a folder that cannot be written; after the
-    first step, when the optimisers have their states; then every checkpoint_minutes.
+    """Whether to save now: at the start, to warn early of a folder that cannot be written; after
+    the first step, when the optimisers have their states; then every checkpoint_minutes.
 
     Not after a skipped step: its gradient may be bad because the last update broke the weights."""
     state = run.state
@@ -528,7 +528,7 @@ def save(run, log):
     t0 = run.saved_at = time.monotonic()
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     try:
-        # count this save as long as the last one, or a resume gets its seconds back
+        # how long this save takes is not known yet: count it as long as the last one
         run.state.elapsed = run.clock.elapsed() + run.state.save_seconds
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
         with shown(run):
@@ -622,14 +622,14 @@ def main():
     state.step_seconds = pass_seconds * passes  # until a step is measured
     log.write_facts(micro_batch=run.micro_batch)
     # a resume with a larger budget lowers progress: its later evaluations happen a second time
-    state.evals_done = min(state.evals_done, int(clock.progress() * evals))
+    state.evals_done = min(state.evals_done, int(clock.progress() * max(1, evals)))
 
     while True:
         # where the run is, by rank 0's clock; a signal to any rank stops them all
         progress, stop = parallel.agree(clock.progress(), signals.stop)
         done = stop or progress >= 1
 
-        # evaluate, log and save; the other ranks wait in the next step's all_reduce
+        # evaluate, log and save; the other ranks go on to the next step's all_reduce, and wait
         if master_process and not done:
             losses = {}
             eval_number = int(progress * evals)

@@ -387,9 +387,10 @@ def matrix_weights(modules):
 
 @torch.no_grad()
 def check_mixing(config, T):
-    """Exit if a model of config, on rows of T tokens, has other logits at some positions than in
-    whole rows, or if text reads its padding: an edit may do so. What an edit does in training mode
-    alone is not seen."""
+    """Exit if an edit mixes tokens in the wrong place: if a model of config, on rows of T tokens,
+    has other logits at some positions than in whole rows, or beside other padding.
+
+    What an edit does in training mode alone is not seen."""
     n_narrow = min(config.n_narrow, 2)
     with contextlib.suppress(ValueError):  # an edit may have rules of its own for sizes
         config = replace(config, n_narrow=n_narrow, n_layer=n_narrow + 2, vocab_size=64)
@@ -401,17 +402,21 @@ def check_mixing(config, T):
         ids = torch.randint(config.vocab_size, (2, T))
         positions = torch.rand(2, T).topk(T // 4).indices
     close = functools.partial(torch.allclose, rtol=1e-3, atol=1e-3)
-    if not close(model(ids, positions), gather_positions(model(ids), positions)):
+    everywhere = model(ids)
+    if not close(model(ids, positions), gather_positions(everywhere, positions)):
         sys.exit(
             "an edit of model.py changes logits where only some tokens are computed: what mixes "
             "tokens belongs at the top of Block.forward(), where x has all of them in order"
         )
     is_text = torch.arange(T).expand(2, T) < T - 4
     other_padding = ids.where(is_text, ids.flip(1))
-    if not close(model(ids, None, is_text)[is_text], model(other_padding, None, is_text)[is_text]):
+    reads_padding = not close(
+        model(ids, None, is_text)[is_text], model(other_padding, None, is_text)[is_text]
+    )
+    if reads_padding or not close(model(ids, None, torch.ones_like(ids)), everywhere):
         sys.exit(
-            "an edit of model.py lets text read its padding: in Block.forward(), set what it mixes "
-            "to 0 where attention_mask (B, T) is 0"
+            "an edit of model.py lets text read its padding, or differs where there is none: in "
+            "Block.forward(), set what it mixes to 0 where attention_mask (B, T), if given, is 0"
         )
 
 

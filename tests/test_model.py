@@ -200,6 +200,11 @@ FEW, PADDING = "only some tokens are computed", "read its padding"
 EDITS = {  # {where somebody might mix tokens: (class, its new forward, what is said)}
     "before attention": ("Block", lambda f: lambda s, x, *a: f(s, x + shifted(x), *a), PADDING),
     "the values": ("Attention", lambda f: lambda s, q, c, *a: f(s, q, shifted(c), *a), PADDING),
+    "beside padding alone": (
+        "Block",
+        lambda f: lambda s, x, r, m=None, *a: f(s, x if m is None else 2 * x, r, m, *a),
+        PADDING,
+    ),
     "the queries": ("Attention", lambda f: lambda s, q, *a: f(s, shifted(q), *a), FEW),
     "the MLP": ("MLP", lambda f: lambda s, x: f(s, shifted(x)), FEW),
     "after the block": ("Block", lambda f: lambda s, *a: shifted(f(s, *a)), FEW),

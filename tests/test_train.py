@@ -478,7 +478,7 @@ SLIPS = [
     ({"vocab_size": 32768}, "type --vocab_size=600"),
     ({"row_shape": lambda progress: (48, 9)}, "row_shape() returns 48, 9"),
     ({"row_shape": lambda progress: (64, 0)}, "row_shape() returns 64, 0"),
-    ({"optimizer": "lion"}, "optimizer=lion is unknown"),
+    ({"optimizer": "none"}, "optimizer=none is unknown"),
     ({"mask_rate": 0.0}, "mask_rate=0.0 must be from 0.001 to 0.9"),
     ({"n_head": 3}, "n_embd=32 must be an even multiple of n_head=3"),
     ({"data_dir": "nowhere"}, "run python prepare.py"),

@@ -388,7 +388,7 @@ def matrix_weights(modules):
 @torch.no_grad()
 def check_mixing(config, T):
     """Exit if an edit mixes tokens in the wrong place: if a model of config, on rows of T tokens,
-    has other logits at some positions than in whole rows, or beside other padding.
+    has other logits at some positions than in whole rows, or beside padding and other rows.
 
     What an edit does in training mode alone is not seen."""
     n_narrow = min(config.n_narrow, 2)
@@ -402,20 +402,16 @@ def check_mixing(config, T):
         ids = torch.randint(config.vocab_size, (2, T))
         positions = torch.rand(2, T).topk(T // 4).indices
     close = functools.partial(torch.allclose, rtol=1e-3, atol=1e-3)
-    everywhere = model(ids)
-    if not close(model(ids, positions), gather_positions(everywhere, positions)):
+    if not close(model(ids, positions), gather_positions(model(ids), positions)):
         sys.exit(
             "an edit of model.py changes logits where only some tokens are computed: what mixes "
             "tokens belongs at the top of Block.forward(), where x has all of them in order"
         )
-    is_text = torch.arange(T).expand(2, T) < T - 4
-    other_padding = ids.where(is_text, ids.flip(1))
-    reads_padding = not close(
-        model(ids, None, is_text)[is_text], model(other_padding, None, is_text)[is_text]
-    )
-    if reads_padding or not close(model(ids, None, torch.ones_like(ids)), everywhere):
+    n = T - 4  # tokens of the second row, before its padding
+    attention_mask = torch.arange(T) < torch.tensor([[T], [n]])
+    if not close(model(ids, None, attention_mask)[1, :n], model(ids[1:, :n])[0]):
         sys.exit(
-            "an edit of model.py lets text read its padding, or differs where there is none: in "
+            "an edit of model.py gives a row other logits beside padding or another row: in "
             "Block.forward(), set what it mixes to 0 where attention_mask (B, T), if given, is 0"
         )
 
@@ -433,7 +429,8 @@ def make_loss(model, device, amp_dtype):
 
     "loss", a 0-d tensor, is the sum over all labels that are not -100, and is minimised. Further
     sums, of any name, are logged: log.csv has their means per label. Evaluations call it too: put
-    an auxiliary loss or smoothed labels behind `if model.training`."""
+    an auxiliary loss or smoothed labels behind `if model.training`, and the bare sum beside them.
+    A number that changes over the run must be a tensor, or each value is compiled."""
     residual_dtype = pick_residual_dtype(device, amp_dtype)
 
     def loss_fn(ids, positions, labels):

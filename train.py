@@ -158,7 +158,7 @@ def row_shapes():
 # State and clock
 
 
-@dataclass
+@dataclass(slots=True)  # so that a name that is no field, and would be lost, is an error
 class State:
     """Where the loop is. A checkpoint has this, the weights, the optimisers and the loss scale."""
 
@@ -260,10 +260,10 @@ def masked_batch(run, first_row, shape):
 
 
 def build_optimizers(model, amp_dtype):
-    """[AdamW or Adam, and perhaps one for the blocks' matrices]. Each group of parameters has its
-    peak learning rate as "peak_lr", and the name of the rate's column in log.csv as "column"."""
-    named = dict(model.named_parameters())
-    matrices = [p for name, p in named.items() if ".layers." in name and p.ndim == 2]
+    """[AdamW or Adam, and perhaps one for the blocks' matrices]. A group's "peak_lr" is its peak
+    learning rate; its "column" in log.csv has the largest rate of the groups that share it."""
+    blocks = model.model.layers.modules()
+    matrices = [module.weight for module in blocks if isinstance(module, torch.nn.Linear)]
     if optimizer == "muon":
         others = [Muon(matrices, muon_lr, muon_weight_decay, dtype=amp_dtype)]
     elif optimizer in ("adamw", "adam"):
@@ -276,7 +276,7 @@ def build_optimizers(model, amp_dtype):
     # AdamW or Adam takes what no other one does; norms and biases have no weight decay
     taken = {p for o in others for group in o.param_groups for p in group["params"]}
     decayed, exempt = [], []
-    for name, p in named.items():
+    for name, p in model.named_parameters():
         if p not in taken:
             (exempt if "norm" in name or "bias" in name else decayed).append(p)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt}]
@@ -348,6 +348,8 @@ class Run:
 
         # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
         if compile and not offload:
+            torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
+            torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
 
@@ -374,11 +376,12 @@ def train_step(run, progress):
     # sum the means and the gradients over the ranks
     if offload:
         run.streamed.collect()  # first the gradients come back to the host
-    weights = list(run.model.parameters())
+    weights = [p for p in run.model.parameters() if p.requires_grad]
     for weight in weights:
         if weight.grad is None:  # on a rank without a micro-batch
             weight.grad = torch.zeros_like(weight)
     parallel.all_reduce([*means.values(), *(weight.grad for weight in weights)])
+    torch.manual_seed(seed + state.step)  # from here on each rank does the same, chance included
 
     # the norm of the gradient, by way of the last dimension's: faster on a CPU, and more exact
     for o in run.optimizers:
@@ -396,7 +399,8 @@ def train_step(run, progress):
     rates = {}  # {column of log.csv: learning rate}
     for o in run.optimizers:
         for group in o.param_groups:
-            group["lr"] = rates[group["column"]] = group["peak_lr"] * lr_scale(progress)
+            group["lr"] = group["peak_lr"] * lr_scale(progress)
+            rates[group["column"]] = max(group["lr"], rates.get(group["column"], 0.0))
     if math.isfinite(measured["loss"]) and math.isfinite(measured["grad_norm"]):
         for o in run.optimizers:
             o.step()  # not scaler.step(), which would wait for the device once more
@@ -438,6 +442,9 @@ def take_all_passes(run, held_out_rows):
     # the largest shape once more at the end, timed, now that the gradients are in memory
     for shape in (*row_shapes(), row_shapes()[0]):
         pass_seconds, _ = machine.timed(run.device, forward_backward, shape)
+    for name, p in run.model.named_parameters():
+        if p.requires_grad and p.grad is None:
+            print(f"WARNING: nothing reads {name}, so it is not trained")
     # all batches of evaluations have one shape
     estimate_loss(run, held_out(held_out_rows[: run.micro_batch], run.micro_batch)["val_loss_15"])
     return pass_seconds
@@ -567,9 +574,12 @@ def check_settings(dev):
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
     if not 8 <= seq_len <= max_seq_len:
         sys.exit(f"seq_len={seq_len} must be between 8 and max_seq_len={max_seq_len}")
+    if compile and len(row_shapes()) > 7:
+        sys.exit(f"row_shape() has {len(row_shapes())} values, torch compiles 7: --compile=False")
     for n_tokens, n_predict in row_shapes():  # yours too
-        if not 0 < n_predict < n_tokens or seq_len % n_tokens:
-            wanted = f"tokens that divide seq_len={seq_len}, and fewer of them to predict"
+        is_whole = type(n_tokens) is type(n_predict) is int
+        if not is_whole or not 0 < n_predict < n_tokens or seq_len % n_tokens:
+            wanted = f"an int that divides seq_len={seq_len}, and a smaller one"
             sys.exit(f"row_shape() returns {n_tokens}, {n_predict}: it must return {wanted}")
     for n_rows in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
         if n_rows < micro_batch or n_rows % micro_batch:
@@ -647,7 +657,10 @@ def main():
             break
 
         t0 = time.monotonic()
-        train_step(run, progress)
+        try:
+            train_step(run, progress)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            sys.exit("torch compiles anew in each step: what changes in loss_fn must be a tensor")
         state.step_seconds = time.monotonic() - t0
         log.after_step(progress)
         if state.consecutive_skips >= MAX_SKIPPED:

@@ -5,6 +5,8 @@
 A new checkpoint replaces the old one only when it is whole.
 """
 
+import pickle
+import re
 import sys
 from dataclasses import MISSING, asdict, fields
 
@@ -27,12 +29,17 @@ def save(run, path, optimizer_name):
         "model": weights,
         "optimizers": [o.state_dict() for o in run.optimizers],
         "scaler": run.scaler.state_dict(),
-        "state": vars(run.state),
+        "state": {field.name: getattr(run.state, field.name) for field in fields(run.state)},
     }
 
     def write(temporary):
         with open(temporary, "wb") as f:  # given a path, torch.save() hides why the disk fails
             torch.save(ckpt, f)
+        try:
+            torch.load(temporary, weights_only=True, mmap=True)
+        except pickle.UnpicklingError as e:
+            what = re.findall("Unsupported .*|Can only .*", str(e)) or [first_line(e)]
+            raise ValueError(f"State has what no checkpoint can hold: {what[0][:100]}") from None
 
     write_beside(path, write)
 
@@ -56,7 +63,7 @@ def load(run, path, optimizer_name):
             if field.name in ckpt["state"]:  # a field that is newer keeps its default
                 setattr(run.state, field.name, ckpt["state"][field.name])
         where = run.model.decoder.weight.device
-        run.state.tensors = {k: tensor.to(where) for k, tensor in run.state.tensors.items()}
+        run.state.tensors = {k: t.detach().to(where) for k, t in run.state.tensors.items()}
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} does not fit this model or is damaged: {first_line(e)}")
 

@@ -60,7 +60,8 @@ def write_log(folder, lines):
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     for line in lines:
-        writer.writerow({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()})
+        cells = {k: f"{v:d}" if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()}
+        writer.writerow(cells)
     write_text(Path(folder) / "log.csv", text.getvalue())
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,6 +121,11 @@ def new_run(amp_dtype=torch.float32):
     rows = Rows(folder / "train.bin", train.seq_len)
     tokenizer = Tokenizer(folder / "tokenizer.json")
     return train.Run(rows, load_meta(folder), tokenizer, torch.device("cpu"), amp_dtype)
+
+
+def any_words(vocab_size):
+    """What a rule of masking may ask a Run for, where every entry begins a word."""
+    return SimpleNamespace(begins_word=torch.ones(vocab_size, dtype=torch.bool))
 
 
 def new_log(run):

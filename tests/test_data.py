@@ -3,7 +3,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import model_config, put
+from conftest import any_words, model_config, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ def some_rows(n, T, vocab=1000):
 def test_masks_are_what_they_claim(B, T, data):
     K = data.draw(st.integers(1, T - 1))
     rows = some_rows(B, T)
-    ids, positions, labels = module.draw_masks(None, rows, K)
+    ids, positions, labels = module.draw_masks(any_words(1000), rows, K)
     assert positions.shape == labels.shape == (B, K)
     assert positions.min() >= 1 and positions.max() < T
     wanted = rows.clone()

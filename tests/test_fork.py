@@ -291,9 +291,9 @@ def test_a_mean_of_the_weights_is_shown(fork):
         "            mean = state.tensors.setdefault(name, torch.zeros_like(p).detach())\n"
         "            mean.lerp_(p.detach(), 1 / (state.step + 1))\n" + stepped,
     )
-    shown = """        yield
+    shown = """        yield  # copy others in before this line ...
     finally:
-        pass  # ... and those that train back in here
+        pass  # ... and the training weights back in here
 """
     fork.edit(
         "train.py",

@@ -23,7 +23,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, script
+from conftest import ROOT, SMALL_MODEL, any_words, script
 from safetensors.torch import load_file
 
 import bench
@@ -140,7 +140,7 @@ def numerics(device, name):
     machine.pick(device, "auto")  # what suits our work there: TF32, no cuDNN
     model = new_model(device, name)
     rows = torch.randint(4, model.config.vocab_size, (8, 128))
-    batch = train.draw_masks(None, rows, 38)
+    batch = train.draw_masks(any_words(model.config.vocab_size), rows, 38)
 
     def loss_and_gradient(where, products, mode):
         dtype, precision = PRODUCTS[products]

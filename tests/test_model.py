@@ -196,7 +196,7 @@ def shifted(x):
     return x.roll(1, dims=1)
 
 
-FEW, PADDING = "only some tokens are computed", "read its padding"
+FEW, PADDING = "only some tokens are computed", "beside padding or another row"
 EDITS = {  # {where somebody might mix tokens: (class, its new forward, what is said)}
     "before attention": ("Block", lambda f: lambda s, x, *a: f(s, x + shifted(x), *a), PADDING),
     "the values": ("Attention", lambda f: lambda s, q, c, *a: f(s, q, shifted(c), *a), PADDING),
@@ -205,6 +205,16 @@ EDITS = {  # {where somebody might mix tokens: (class, its new forward, what is 
         lambda f: lambda s, x, r, m=None, *a: f(s, x if m is None else 2 * x, r, m, *a),
         PADDING,
     ),
+    "the mean over the row": (
+        "Block",
+        lambda f: (
+            lambda s, x, r, m=None, *a: f(
+                s, x + (x if m is None else x * m[..., None]).mean(1, keepdim=True), r, m, *a
+            )
+        ),
+        PADDING,
+    ),
+    "rows of the batch": ("Block", lambda f: lambda s, x, *a: f(s, x + x.mean(0), *a), PADDING),
     "the queries": ("Attention", lambda f: lambda s, q, *a: f(s, shifted(q), *a), FEW),
     "the MLP": ("MLP", lambda f: lambda s, x: f(s, shifted(x)), FEW),
     "after the block": ("Block", lambda f: lambda s, *a: shifted(f(s, *a)), FEW),

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, any_words
 
 import train
 from model import Classifier, MaskedLM
@@ -134,7 +134,7 @@ def test_what_is_hidden_of_a_row(paper):
     assert {train.row_shape(t) for t in MOMENTS} == {(128, n)}
     # Tokens from 10 on: a [MASK] is nothing else, and a random token hardly ever the one before.
     rows = torch.randint(10, train.vocab_size, (4000, 128))
-    ids, positions, labels = train.draw_masks(None, rows, n)
+    ids, positions, labels = train.draw_masks(any_words(train.vocab_size), rows, n)
     assert torch.equal(labels, rows.gather(1, positions))
     assert all(len(set(row)) == n for row in positions.tolist())
     seen = ids.gather(1, positions)

@@ -9,7 +9,6 @@ entries.
 """
 
 import contextlib
-import functools
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -252,7 +251,8 @@ class Block(nn.Module):
 
         # in the last layer and NarrowBERT's, only some tokens (B, K, C) go on, in random order
         if chosen is None:
-            chosen, queries = gather_positions(x, positions), gather_positions(context, positions)
+            chosen = gather_positions(x, positions)
+            queries = chosen if self.post_norm else gather_positions(context, positions)
         else:
             queries = chosen if self.post_norm else self.attn_norm(chosen)
         chosen = chosen + self.drop(self.attn(queries, context, rope, attention_mask, positions))
@@ -401,15 +401,16 @@ def check_mixing(config, T):
             p.add_(torch.randn_like(p) * 0.1)  # what starts at zero would hide its effect
         ids = torch.randint(config.vocab_size, (2, T))
         positions = torch.rand(2, T).topk(T // 4).indices
-    close = functools.partial(torch.allclose, rtol=1e-3, atol=1e-3)
-    if not close(model(ids, positions), gather_positions(model(ids), positions)):
+    at_positions = gather_positions(model(ids), positions)
+    if not torch.allclose(model(ids, positions), at_positions, 1e-3, 1e-3):
         sys.exit(
             "an edit of model.py changes logits where only some tokens are computed: what mixes "
             "tokens belongs at the top of Block.forward(), where x has all of them in order"
         )
     n = T - 4  # tokens of the second row, before its padding
-    attention_mask = torch.arange(T) < torch.tensor([[T], [n]])
-    if not close(model(ids, None, attention_mask)[1, :n], model(ids[1:, :n])[0]):
+    beside_padding = model(ids, None, torch.arange(T) < torch.tensor([[T], [n]]))[1, :n]
+    alone = model(ids[1:, :n])[0]
+    if not torch.allclose(beside_padding, alone, 1e-3, 1e-3):
         sys.exit(
             "an edit of model.py gives a row other logits beside padding or another row: in "
             "Block.forward(), set what it mixes to 0 where attention_mask (B, T), if given, is 0"

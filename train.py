@@ -544,9 +544,9 @@ def save(run, log):
         runlog.write_card(log.folder)
     except (OSError, RuntimeError, ValueError) as e:
         reason = e  # what torch and PIL raise may hide that a disk is full
-        while reason.__context__ and not isinstance(reason, OSError):
+        while reason and not isinstance(reason, OSError):
             reason = reason.__context__
-        log.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(reason)}")
+        log.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(reason or e)}")
         return False
     run.saved_step = run.state.step
     run.state.save_seconds = time.monotonic() - t0
@@ -682,8 +682,7 @@ def main():
                 log.add_line(losses)
         # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
         if state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
-            skips = state.consecutive_skips
-            sys.exit(f"nothing is saved after skipped steps at the end ({skips}): {GO_ON}")
+            sys.exit(f"nothing is saved after the skipped steps at the end: {GO_ON}")
         is_saved = save(run, log)
         if losses:
             with shown(run):

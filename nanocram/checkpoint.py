@@ -6,7 +6,6 @@ A new checkpoint replaces the old one only when it is whole.
 """
 
 import pickle
-import re
 import sys
 from dataclasses import MISSING, asdict, fields
 
@@ -38,8 +37,10 @@ def save(run, path, optimizer_name):
         try:
             torch.load(temporary, weights_only=True, mmap=True)
         except pickle.UnpicklingError as e:
-            what = re.findall("Unsupported .*|Can only .*", str(e)) or [first_line(e)]
-            raise ValueError(f"State has what no checkpoint can hold: {what[0][:100]}") from None
+            what = str(e).partition("WeightsUnpickler error: ")[2][:80]
+            raise ValueError(
+                f"State or an optimiser has what cannot be read again: {what}"
+            ) from None
 
     write_beside(path, write)
 

@@ -38,9 +38,7 @@ def save(run, path, optimizer_name):
             torch.load(temporary, weights_only=True, mmap=True)
         except pickle.UnpicklingError as e:
             what = str(e).partition("WeightsUnpickler error: ")[2][:80]
-            raise ValueError(
-                f"State or an optimiser has what cannot be read again: {what}"
-            ) from None
+            raise ValueError(f"State has what cannot be read again: {what}") from None
 
     write_beside(path, write)
 

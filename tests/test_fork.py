@@ -336,9 +336,7 @@ def test_another_optimiser(fork):
     assert set(state) == {"step", "sum"} and state["step"] == 4
     with pytest.raises(AssertionError, match=r"offload needs AdamW .*--optimizer=adamw"):
         fork.train(optimizer="adagrad", offload=True)
-    fork.edit(
-        "train.py", "torch.optim.Adagrad(matrices,", "torch.optim.Adagrad(model.parameters(),"
-    )
+    fork.edit("train.py", "Adagrad(matrices,", "Adagrad(model.parameters(),")
     fork.train(optimizer="adagrad", out_dir="all")
 
 

@@ -76,8 +76,8 @@ def test_two_ranks_match_one(data_dir, tmp_path):
     settings |= {"data_dir": str(data_dir)}
     script = tmp_path / "second.py"
     script.write_text(WITH_A_SECOND_NUMBER.replace("ROOT", repr(str(ROOT))))
-    for n, name in ((2, "two"), (1, "one")):
-        ranks = torchrun(n, script, **settings, out_dir=tmp_path / name)
+    names = {"two": 2, "one": 1}
+    for ranks in [torchrun(names[n], script, **settings, out_dir=tmp_path / n) for n in names]:
         said, _ = ranks.communicate(timeout=200)
         assert ranks.returncode == 0, said
         assert said.count("8 steps, 0 of them skipped") == 1  # one speaks for all

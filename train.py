@@ -696,5 +696,4 @@ def main():
 
 
 if __name__ == "__main__":
-    smaller = "type --init=resume and half the micro_batch of run.json"
-    safety.run(main, out_dir, then=GO_ON, if_oom=smaller)
+    safety.run(main, out_dir, GO_ON, "type --init=resume and half the micro_batch of run.json")

@@ -15,8 +15,8 @@ from nanocram.safety import first_line, write_beside
 
 
 def save(run, path, optimizer_name):
-    """Write a train.Run to path. Raises ValueError if a weight is not finite, OSError or
-    RuntimeError if the disk fails."""
+    """Write a train.Run to path. Raises ValueError if a weight is not finite or State cannot be
+    read again, OSError or RuntimeError if the disk fails."""
     weights = run.model.state_dict()
     for name, tensor in weights.items():
         if not torch.isfinite(tensor).all():
@@ -35,7 +35,7 @@ def save(run, path, optimizer_name):
         with open(temporary, "wb") as f:  # given a path, torch.save() hides why the disk fails
             torch.save(ckpt, f)
         try:
-            torch.load(temporary, weights_only=True, mmap=True)
+            torch.load(temporary, weights_only=True, mmap=True)  # or no resume could read it
         except pickle.UnpicklingError as e:
             what = str(e).partition("WeightsUnpickler error: ")[2][:80]
             raise ValueError(f"State has what cannot be read again: {what}") from None

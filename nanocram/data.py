@@ -88,8 +88,7 @@ def round_up(n, multiple):
 
 
 def held_out(rows, batch_size):
-    """{"val_loss_15": [(ids, positions, labels), ...], "val_loss_25": ...} of held-out rows (N, T),
-    with 15 and 25 % of the tokens masked.
+    """{column of log.csv: [(ids, positions, labels), ...]} of held-out rows (N, T), at 15 and 25 %.
 
     Both rates share positions and shapes, so that one compiled graph serves both. Rows without
     labels fill up the last batch."""
@@ -134,6 +133,7 @@ def fill_masks(model, tokenizer, sentence, device="cpu"):
 def log_likelihoods(model, sentences, device="cpu"):
     """The pseudo-log-likelihood in nats, (N,), of N sentences, each a list of ids: each token is
     masked in turn, and the log-probabilities of the true ones add up (arXiv 1910.14659)."""
+    model.eval()
     total = torch.zeros(len(sentences))
     for length in {len(ids) for ids in sentences}:  # rows of one length need no padding
         chosen = [i for i, ids in enumerate(sentences) if len(ids) == length]

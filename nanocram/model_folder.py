@@ -64,8 +64,8 @@ FIXED = {
 OTHERS = ("n_narrow", "head_transform", "dropout", "zero_init")
 # Our names of the parameters that a ModernBERT has.
 PARAMETERS = re.compile(
-    r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|decoder|"
-    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[io]))\.(weight|bias)"
+    r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|"
+    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[io]))\.(weight|bias)|decoder\.bias"
 )
 
 
@@ -105,6 +105,8 @@ def save(model, folder):
     write_text(folder / "config.json", json.dumps(config, indent=2))
 
     state = to_folder_keys(model.state_dict(), model.config, is_native)
+    if "decoder.weight" in dict(model.named_parameters()):  # an edit has untied it
+        state["decoder.weight"] = model.decoder.weight
     weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
 
     def write(temporary):
@@ -133,7 +135,7 @@ def load(folder, device="cpu"):
             raise ValueError("it is fine-tuned already: name the one that train.py wrote")
         model = MaskedLM(config)
         state = from_folder_keys(state, config, is_native)
-        state["decoder.weight"] = state["model.embeddings.tok_embeddings.weight"]
+        state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]

@@ -262,6 +262,21 @@ def test_a_layer_that_mixes_in_the_wrong_place_is_one_line(fork, old, new, said)
         fork.train()
 
 
+def test_an_untied_decoder(fork):
+    """The folder has its weights too, and is none that transformers would tie again."""
+    fork.edit(
+        "model.py",
+        "        self.decoder.weight = self.model.embeddings.tok_embeddings.weight\n",
+        "",
+    )
+    *_, ckpt = fork.train()
+    assert json.loads((fork.folder / "out/config.json").read_text())["model_type"] == "nanocram"
+    found = load_file(fork.folder / "out/model.safetensors")["decoder.weight"]
+    assert torch.equal(found, ckpt["model"]["decoder.weight"])
+    said = fork.python(LOAD.format("out") + "print(model.decoder.weight.sum().item())")
+    assert float(said) == pytest.approx(found.sum().item(), rel=1e-4)
+
+
 def test_an_auxiliary_loss_and_its_column(fork):
     """The z-loss: 1e-2 · log² Z for each predicted token, about 0.4 at a uniform start."""
     _, plain, _ = fork.train(out_dir="plain")

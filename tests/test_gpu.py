@@ -4,7 +4,8 @@
 
 conftest.py hides the GPU from all other tests. Here a check is a script as a user starts it, or a
 function of a device's name in a process of its own. Where it makes sense the same check runs with
-"cpu" too (-m slow), so that this file is tested where there is no GPU. It has not run on a GPU yet.
+"cpu" too (-m slow), so that this file is tested where there is no GPU. Of the 36 on a GPU, 27 have
+run on one (an H100, 2026-11-26).
 """
 
 import copy
@@ -268,10 +269,11 @@ def test_nothing_is_compiled_after_the_start(device, data_dir, tmp_path):
 
 
 def halving(device, data_dir, out_dir):
-    """A compiled run that may use 1.2 times what 256 rows need in eager steps, and asks for 2,048.
+    """A compiled run that may use 1.2 times what 256 rows need in eager steps, and asks for 1,024.
 
     The micro_batch it takes, its steps, the bytes that it has reserved and those that it may."""
-    rows = {"micro_batch": 256, "batch_start": 256, "batch_size": 2048}
+    rows = {"micro_batch": 256, "batch_start": 256, "batch_size": 1024}
+    rows |= {"mask_rate": 0.3, "mask_rate_end": 0.3}  # a shape, and not four, to compile anew
     set_up(device, data_dir=data_dir, out_dir=out_dir, **rows)
     run = bench.new_run()
     torch.cuda.reset_peak_memory_stats()
@@ -285,7 +287,7 @@ def halving(device, data_dir, out_dir):
     allowed = card.total_memory // 20 + card.L2_cache_size + 1.2 * needed
     torch.cuda.set_per_process_memory_fraction(allowed / card.total_memory)
 
-    rows |= {"micro_batch": 2048, "batch_start": 2048}
+    rows |= {"micro_batch": 1024, "batch_start": 1024}
     set_up(device, data_dir=data_dir, out_dir=out_dir, compile=True, max_steps=10, **rows)
     train.main()
     fitted = runlog.read_facts(out_dir)["settings"]["micro_batch"]
@@ -297,7 +299,7 @@ def halving(device, data_dir, out_dir):
 def test_micro_batch_halves_until_it_fits(device, data_dir, tmp_path):
     """A real allocator that refuses; test_train.py has one for the CPU."""
     fitted, steps, reserved, allowed = answer(halving, device, str(data_dir), str(tmp_path / "out"))
-    assert 256 <= fitted < 2048
+    assert 256 <= fitted < 1024
     assert steps == 10
     assert reserved <= allowed
 
@@ -313,8 +315,8 @@ def logged(out_dir):
     return {row["step"]: row for row in runlog.read_log(out_dir) if "loss" in row}
 
 
-def assert_same_course(out_dir, reference, tolerance=1e-3):
-    """Same steps, same rows; losses within tolerance; norms of gradients and weights within ten."""
+def assert_same_course(out_dir, reference, tolerance=1e-3, of_weights=1e-2):
+    """Same steps, same rows; losses within tolerance, norms of gradients within ten times that."""
     ours, theirs = logged(out_dir), logged(reference)
     assert ours.keys() == theirs.keys()
     off = [abs(ours[step]["loss"] / row["loss"] - 1) for step, row in theirs.items()]
@@ -326,7 +328,7 @@ def assert_same_course(out_dir, reference, tolerance=1e-3):
     weights, others = (load_file(path / "model.safetensors") for path in (out_dir, reference))
     assert weights.keys() == others.keys()
     for name, other in others.items():
-        assert (weights[name] - other).norm() <= 10 * tolerance * other.norm(), name
+        assert (weights[name] - other).norm() <= of_weights * other.norm(), name
 
 
 STEPS = {"cuda": 120, "cpu": 20}  # of a run that is to be stopped before: a GPU is soon there
@@ -358,7 +360,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(device, undisturbed, data_d
     assert process.wait(60) == 0
     assert 5 <= max(logged(out)) < STEPS[device]
     run_script("train.py", **settings | {"init": "resume"})
-    assert_same_course(out, undisturbed(device))
+    # Muon makes full steps of a gradient's smallest directions, noise included. On an H100 a matrix
+    # was 1.9 % off, with losses within 1e-5; a resume without Muon's momentum is 42 % off (CPU).
+    assert_same_course(out, undisturbed(device), of_weights=0.1)
 
 
 @on("cuda", SLOW_ON_CPU)
@@ -389,4 +393,4 @@ def test_offload_is_the_plain_run(device, dtype, data_dir, tmp_path):
         changes = small_run(device, data_dir, out, offload=offload, **settings)
         run_script("train.py", ROOT / "config/offload.py", **changes)
     tolerance = {"float32": 1e-3, "bfloat16": 1e-2}[dtype]  # of one card beside itself
-    assert_same_course(tmp_path / "True", tmp_path / "False", tolerance)
+    assert_same_course(tmp_path / "True", tmp_path / "False", tolerance, 10 * tolerance)

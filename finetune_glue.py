@@ -148,8 +148,12 @@ class HuggingFace:
         from transformers import AutoModelForSequenceClassification as Auto
 
         options |= {"num_labels": n_outputs, "dtype": torch.float32, "output_loading_info": True}
-        # a head that was trained for other labels is replaced
-        return Auto.from_pretrained(self.name, ignore_mismatched_sizes=True, **options)
+        net, info = Auto.from_pretrained(self.name, ignore_mismatched_sizes=True, **options)
+        if "ForSequenceClassification" in str(net.config.architectures):
+            # its head was trained for other labels, or for these in another order: draw a new one
+            trained, net = net, Auto.from_config(net.config)
+            net.base_model.load_state_dict(trained.base_model.state_dict())
+        return net, info
 
     def encode(self, texts):
         # in parts, for the tokenizer needs some kB a row
@@ -331,6 +335,10 @@ def main():
         splits = glue.TASKS[name].rows
         data[name] = {split: tokenised(candidate, name, split) for split in splits}
     done = glue.read_runs(folder)
+    try:
+        glue.add_runs(folder)  # before hours of work
+    except OSError as e:
+        sys.exit(f"{folder} cannot be written ({e.strerror}): make a copy, type --model=COPY")
     todo = []
     for name, splits in data.items():
         rows = {split: len(arrays["length"]) for split, arrays in splits.items()}
@@ -349,7 +357,7 @@ def main():
             name, seed = run["task"], run["seed"]
             bar.set_description(f"{name}, seed {seed}")
             run |= fine_tune_and_score(candidate, name, seed, data[name], dev, amp_dtype, bar)
-            glue.add_run(folder, run)
+            glue.add_runs(folder, run)
             said = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
             if said:
                 said += f"  (training loss {run['train_loss']:.2f} in the last epoch)"

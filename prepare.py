@@ -16,6 +16,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -29,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from nanocram import safety, sources
-from nanocram.settings import configure
+from nanocram.settings import configure, prepare_streams
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
 from nanocram.tokenizer import CLS, MODES, SEP, Tokenizer, normalise, train_tokenizer
 
@@ -65,7 +66,7 @@ ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 CHUNK = 1 << 25  # tokens whose rows are shuffled in memory and written together
 SMALL = 64 << 20  # local files share a part until it has so many bytes
-PAUSE = 60.0  # seconds before the Hub is asked again; its library has tried for 20 s
+PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
 MERGED = 1 << 25  # tokens of train.bin that are merged and written at a time
 COUNTS = (
     "read kept filtered held_out empty not_utf8 tokens characters val_tokens val_characters"
@@ -80,8 +81,11 @@ progress = []  # bytes read of each part, shared by all processes
 def find_files():
     """{source: [[path, bytes]]} of local files, sorted; [] for a Hub data set."""
     found, seen = {}, set()
-    for name in (part.strip() for part in source.split(",")):
-        matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
+    names = [source] if os.path.isfile(source) else source.split(",")
+    for name in (os.path.expanduser(name.strip()) for name in names):
+        here = os.path.join(os.path.dirname(__file__), name)  # tiny.py's text, from anywhere
+        files = [path for path in (name, here) if os.path.isfile(path)]
+        matches = files[:1] or glob.glob(name, recursive=True)
         paths = sorted(filter(os.path.isfile, set(matches)))
         is_pattern = not name or glob.escape(name) != name
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
@@ -132,7 +136,6 @@ def texts_from(files, state):
                     yield bare, before + file.tell()
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
             state["error"] = f"{path} could not be read to its end ({explain(e)})"
-            state["is_lost"] = path.startswith(HUB) and sources.is_passing(e)
             return
         state.update(file=state["file"] + 1, document=0)
         before += n_bytes
@@ -210,7 +213,7 @@ def begin_process(settings, shared):
     """Set up a new process: give it the settings, and let it end with its parent."""
     globals().update(settings, progress=shared)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # a kill loses no line
+    prepare_streams()
 
     def end_with_parent():
         multiprocessing.parent_process().join()
@@ -355,17 +358,18 @@ def process_parts(parts, folder):
     bar = tqdm(total=sum(size_of(parts[i]) for i in to_do), unit="B", unit_scale=True, disable=None)
     with new_processes(n, len(parts)) as (pool, n_read), bar:
         futures = {pool.submit(process_part, i, parts[i], folder): i for i in to_do}
-        running, lost = set(futures), set()
+        running, tries = set(futures), Counter()
         while running:
             done, running = wait(running, 0.5, FIRST_COMPLETED)
             bar.update(sum(n_read) - bar.n)
             for future in done:
                 i = futures[future]
                 state = states[i] = future.result()
-                if state.get("is_lost"):  # the Hub may answer in a while
-                    if i not in lost:
-                        lost.add(i)
-                        bar.write(f"{state['error']}: it is tried again in a minute")
+                is_lost = "error" in state and parts[i][0][0].startswith(HUB)
+                if is_lost and tries[i] < TRIES:  # it may answer in a while
+                    if not tries[i]:
+                        bar.write(f"{state['error']}: it is tried again every minute, for an hour")
+                    tries[i] += 1
                     again = pool.submit(process_part, i, parts[i], folder, PAUSE)
                     futures[again] = i
                     running.add(again)
@@ -509,19 +513,13 @@ def check_settings():
 
 
 def next_command(tokens):
-    """The command by which train.py sees so many tokens ten times, or as many as a day holds."""
-    # Tokens a second: two CPU cores with AMX, measured (results/README.md);
-    # domain.py takes 78 MFLOP a token, of an RTX 3090's 28 TFLOP/s.
-    speeds = [(5e6, "tiny", 69279), (1e8, "small", 34191), (5e8, "domain", 28e12 / 78e6)]
-    recipe, hours = "", 24
-    for most, name, speed in speeds:
-        if tokens < most:
-            recipe, hours = f" config/{name}.py", max(0.05, 10 * tokens / speed / 3600)
-            break
-    data = f"--data_dir={data_dir} --vocab_size={vocab_size} --seq_len={seq_len}"
-    data += f" --max_seq_len={seq_len}" if seq_len > 512 else ""
-    out = f"--out_dir=out/{Path(data_dir).name}"
-    return f"python train.py{recipe} --budget_hours={hours:.3g} {data} {out}"
+    """The command that trains a model of a size for so many tokens."""
+    flags = [f"--data_dir={data_dir}", f"--vocab_size={vocab_size}", f"--seq_len={seq_len}"]
+    flags += [f"--max_seq_len={seq_len}"] if seq_len > 512 else []
+    flags += [f"--out_dir=out/{Path(data_dir).name}"]
+    sizes = [(5e6, "tiny"), (1e8, "small"), (5e8, "domain")]
+    recipe = next((f" config/{name}.py" for most, name in sizes if tokens < most), "")
+    return f"python train.py{recipe} {shlex.join(flags)}"
 
 
 def main():

@@ -18,15 +18,15 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median_low
 
-from nanocram.settings import configure
+from nanocram.settings import configure, read_ranks
 
 # fmt: off
 # the run
 data_dir = "data/fineweb"       # what prepare.py wrote
 out_dir = "out/fineweb"         # where everything goes; an earlier run in it is moved aside
-init = "scratch"                # scratch | resume: go on from out_dir/ckpt.pt
+init = "scratch"                # scratch | resume: from out_dir/ckpt.pt | auto: if there is one
 seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
@@ -93,7 +93,7 @@ samples = (                     # sentences to fill in, a | between two; '' = no
 )
 # fmt: on
 
-if __name__ == "__main__" and os.environ.get("RANK", "0") != "0":
+if __name__ == "__main__" and read_ranks()[0]:
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of torchrun's processes only one prints
 SETTINGS = configure(globals())  # {name: default}; before the slow imports, so that --help is quick
 
@@ -170,38 +170,63 @@ class State:
     logged: int = -1  # step of the last line in log.csv
     sums: dict = field(default_factory=dict)  # {name: (steps, sum over them)} since that line
     elapsed: float = 0.0  # seconds of the budget that were used up at the save
-    step_seconds: float = 0.0  # what the last step took; before the first one, an estimate
-    eval_seconds: float = 0.0  # what the last evaluation took
-    save_seconds: float = 0.0  # what the last save took
+    # {"step" | "eval" | "save": seconds of the last three, at first an estimate}
+    recent: dict = field(default_factory=lambda: {"step": [], "eval": [], "save": [0.0]})
     setup_seconds: float = 0.0  # compiling, and finding micro_batch; over all resumes
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     tensors: dict = field(default_factory=dict)  # a fork's own, such as a mean of the weights
 
 
+def now():
+    """Seconds by a clock that goes on while the machine sleeps, where the system has one."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
+    return time.monotonic() if boottime is None else time.clock_gettime(boottime)
+
+
 class Clock:
     """The budget: how much of it is used up, and how far the run is.
 
-    Compiling, training, evaluating and saving count; reading the data and building the model do
-    not. A resumed run goes on from the seconds in its checkpoint: the time between the two runs
-    does not count, nor does what a crash has lost."""
+    Compiling, training, evaluating and saving count, and so does a machine's sleep; reading the
+    data and building the model do not. A resumed run goes on from the seconds in its checkpoint:
+    the time between the two runs does not count, nor does what a crash has lost."""
 
     def __init__(self, state):
         self.state = state
-        self.begun = time.monotonic() - state.elapsed
+        self.begun = now() - state.elapsed
 
     def elapsed(self):
         """Seconds of the budget that are used up."""
-        return time.monotonic() - self.begun
+        return now() - self.begun
+
+    @contextmanager
+    def timed(self, kind):
+        """Around a "step", an "eval" or a "save": its seconds are a forecast for the next one."""
+        start = now()
+        yield
+        seconds, usual = now() - start, self.forecast(kind)
+        if usual and seconds > 10 + 10 * usual:
+            said = f"a {kind} took {seconds:,.0f} s of the budget"
+            print(f"\nWARNING: {said}; --init=resume with a larger budget makes up for it")
+        self.note(kind, seconds)
+
+    def note(self, kind, seconds):
+        """Take seconds into the forecast for the next "step", "eval" or "save"."""
+        self.state.recent[kind] = [*self.state.recent[kind][-2:], seconds]
+
+    def forecast(self, kind):
+        """Seconds of the next one: the median of the last three, or the smaller of two, so that
+        one stall of the machine or of a disk is not taken for what is to come."""
+        return median_low(self.state.recent[kind] or [0.0])
 
     def reserve(self):
         """Seconds to keep for the end: an evaluation, a save, the step that may be under way."""
-        state = self.state
-        return 1.2 * (state.eval_seconds + state.save_seconds) + state.step_seconds
+        return 1.2 * (self.forecast("eval") + self.forecast("save")) + self.forecast("step")
 
-    def has_room_for(self, seconds):
-        """Whether so many seconds are left before the reserve."""
-        return bool(max_steps) or self.elapsed() + seconds + self.reserve() < budget_hours * 3600
+    def has_room_for(self, kind):
+        """Whether the next "eval" or "save" ends before the reserve."""
+        end = self.elapsed() + self.forecast(kind) + self.reserve()
+        return bool(max_steps) or end < budget_hours * 3600
 
     def progress(self):
         """Share of the run that is over, in [0, 1]: steps / max_steps, or (elapsed - setup) /
@@ -329,9 +354,7 @@ class Run:
         torch.manual_seed(seed)
         config = model_config()
         if offload:  # it stays in host memory, and its blocks stream through the device
-            n_tokens, n_predict = row_shapes()[0]
-            batch_shape = micro_batch * seq_len // n_tokens, n_tokens, n_predict
-            self.streamed = Streamed(config, dev, amp_dtype, batch_shape, compile)
+            self.streamed = Streamed(config, dev, amp_dtype, compile)
             self.model = self.streamed.model
         else:
             self.model = MaskedLM(config).to(dev)
@@ -426,7 +449,7 @@ def train_step(run, progress):
 def take_all_passes(run, held_out_rows):
     """A pass of each shape that the run will have, which compiles it. No weight changes.
 
-    Returns the seconds that a pass of training takes."""
+    Returns the seconds that a pass of training and one of evaluation take."""
     # stand in for what comes later: optimisers' states, the sum over the ranks; and 5 % of a GPU
     copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
     stand_ins = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
@@ -446,37 +469,34 @@ def take_all_passes(run, held_out_rows):
         if p.requires_grad and p.grad is None:
             print(f"WARNING: nothing reads {name}, so it is not trained")
     # all batches of evaluations have one shape
-    estimate_loss(run, held_out(held_out_rows[: run.micro_batch], run.micro_batch)["val_loss_15"])
-    return pass_seconds
+    batch = held_out(held_out_rows[: run.micro_batch], run.micro_batch)["val_loss_15"]
+    for _ in range(2):
+        eval_seconds, _ = machine.timed(run.device, estimate_loss, run, batch)
+    return pass_seconds, eval_seconds
 
 
 def compile_and_fit(run, held_out_rows):
     """Compile all passes, and make run.micro_batch smaller until each fits in memory.
 
-    Returns the seconds of a pass of training."""
+    Returns the seconds of a pass of training and of one of evaluation."""
     state = run.state
-    pass_seconds = 0.0
+    seconds = 0.0, 0.0
     while True:
         # after an out-of-memory error, of an earlier start too, take the next smaller divisor
         while 0 < state.oom_micro_batch <= run.micro_batch:
             if run.micro_batch == 1:
-                sys.exit(
-                    "out of memory with a single row: use a smaller model, or --offload=True "
-                    "--optimizer=adamw --lr=0.001"
-                )
+                sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
             divisors = [n for n in range(1, run.micro_batch) if run.micro_batch % n == 0]
             run.micro_batch = divisors[-1]
             print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
         oom = False
         try:
-            pass_seconds = take_all_passes(run, held_out_rows)
+            seconds = take_all_passes(run, held_out_rows)
         except Exception as e:
             oom = safety.is_oom(e)
             if not oom and isinstance(e, torch._dynamo.exc.ShortenTraceback):
-                sys.exit(
-                    f"torch.compile fails here ({safety.first_line(e)}): mend that, or type "
-                    "--compile=False, which is some third slower"
-                )
+                why = safety.first_line(e)
+                sys.exit(f"torch.compile fails here ({why}): mend that, or type --compile=False")
             if not oom:
                 raise
         # free the memory; inside of `except` the traceback would keep it
@@ -488,7 +508,7 @@ def compile_and_fit(run, held_out_rows):
         # all ranks take the size that fits on each; there is no progress to agree on yet
         _, oom, stop = parallel.agree(0.0, oom, signals.stop)
         if stop or not oom:
-            return pass_seconds
+            return seconds
         state.oom_micro_batch = run.micro_batch
         torch.compiler.reset()  # drop the graphs of the larger size
 
@@ -505,12 +525,10 @@ def estimate_loss(run, batches):
 
 def evaluate(run, held_out_sets):
     """{column of log.csv: held-out loss}."""
-    t0 = time.monotonic()
     losses = {name: estimate_loss(run, batches) for name, batches in held_out_sets.items()}
     # nats per character can be compared between vocabularies
     tokens_per_char = run.meta["counts"]["val_tokens"] / run.meta["counts"]["val_characters"]
     losses["val_nats_per_char"] = losses["val_loss_15"] * tokens_per_char
-    run.state.eval_seconds = time.monotonic() - t0
     return losses
 
 
@@ -525,18 +543,18 @@ def should_save(run):
     due = updates <= 1 or 0 < checkpoint_minutes <= minutes
     is_new = state.step > run.saved_step
     was_skipped = state.consecutive_skips > 0
-    return due and is_new and not was_skipped and run.clock.has_room_for(state.save_seconds)
+    return due and is_new and not was_skipped and run.clock.has_room_for("save")
 
 
 def save(run, log):
     """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written.
 
     A file that cannot be written stays as it was, and a warning says why."""
-    t0 = run.saved_at = time.monotonic()
+    run.saved_at = time.monotonic()
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     try:
-        # how long this save takes is not known yet: count it as long as the last one
-        run.state.elapsed = run.clock.elapsed() + run.state.save_seconds
+        # how long this save takes is not known yet
+        run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
         with shown(run):
             model_folder.save(run.model, log.folder)
@@ -549,20 +567,20 @@ def save(run, log):
         log.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(reason or e)}")
         return False
     run.saved_step = run.state.step
-    run.state.save_seconds = time.monotonic() - t0
     return log_is_written
 
 
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
-    if init not in ("scratch", "resume"):
-        sys.exit(f"init={init} is unknown: choose scratch or resume")
+    if init not in ("scratch", "resume", "auto"):
+        sys.exit(f"init={init} is unknown: choose scratch, resume or auto")
     ranges = [
         (1, math.inf, "micro_batch eval_rows log_every"),
         (0, math.inf, "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip"),
         (0, 0.99999, "warmup beta1 beta2"),
         (0, 1, "cooldown"),
         (0.001, 0.9, "mask_rate mask_rate_end"),
+        (8, max_seq_len, "seq_len"),
     ]
     for least, most, names in ranges:
         for name in names.split():
@@ -572,8 +590,6 @@ def check_settings(dev):
     lr_scale(0.0)  # exits if the schedule is unknown
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
-    if not 8 <= seq_len <= max_seq_len:
-        sys.exit(f"seq_len={seq_len} must be between 8 and max_seq_len={max_seq_len}")
     if compile and len(row_shapes()) > 7:
         sys.exit(f"row_shape() has {len(row_shapes())} values, torch compiles 7: --compile=False")
     for n_tokens, n_predict in row_shapes():  # yours too
@@ -615,22 +631,27 @@ def main():
     # the run: from scratch, or from its checkpoint
     lock = safety.lock(out_dir) if master_process else None  # one writer a folder
     run = Run(train_rows, meta, tokenizer, dev, amp_dtype)
-    if init == "resume":
-        checkpoint.load(run, Path(out_dir) / "ckpt.pt", optimizer)
+    ckpt = Path(out_dir) / "ckpt.pt"
+    _, is_there = parallel.agree(0.0, ckpt.exists())
+    if init == "resume" or (init == "auto" and is_there):
+        checkpoint.load(run, ckpt, optimizer)
         run.saved_step = run.state.step
     state = run.state
     settings = {name: globals()[name] for name in SETTINGS}
-    log = runlog.Log(run, out_dir, data_dir, settings)
+    log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
 
     # the budget begins now, the schedules begin after compiling
     run.clock = clock = Clock(state)
-    t0 = time.monotonic()
-    pass_seconds = compile_and_fit(run, held_out_rows)
+    t0 = now()
+    pass_seconds, eval_seconds = compile_and_fit(run, held_out_rows)
     held_out_sets = held_out(held_out_rows, run.micro_batch)
-    state.setup_seconds += time.monotonic() - t0
+    state.setup_seconds += now() - t0
+    # until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
-    state.step_seconds = pass_seconds * passes  # until a step is measured
-    log.write_facts(micro_batch=run.micro_batch)
+    clock.note("step", pass_seconds * passes)
+    clock.note("eval", eval_seconds * sum(map(len, held_out_sets.values())))
+    if master_process:
+        log.write_facts(micro_batch=run.micro_batch)
     # a resume with a larger budget lowers progress: its later evaluations happen a second time
     state.evals_done = min(state.evals_done, int(clock.progress() * max(1, evals)))
 
@@ -643,36 +664,37 @@ def main():
         if master_process and not done:
             losses = {}
             eval_number = int(progress * evals)
-            if eval_number > state.evals_done and clock.has_room_for(state.eval_seconds):
+            if eval_number > state.evals_done and clock.has_room_for("eval"):
                 state.evals_done = eval_number
-                with shown(run):
+                with clock.timed("eval"), shown(run):
                     losses = evaluate(run, held_out_sets)
                     log.say_evaluation(losses, eval_number)
             if losses or (state.step % log_every == 0 and state.step > state.logged):
                 log.add_line(losses)
             if should_save(run):
-                save(run, log)
+                with clock.timed("save"):
+                    save(run, log)
 
         if done:
             break
 
-        t0 = time.monotonic()
         try:
-            train_step(run, progress)
+            with clock.timed("step"):
+                train_step(run, progress)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             sys.exit("torch compiles anew in each step: what changes in loss_fn must be a tensor")
-        state.step_seconds = time.monotonic() - t0
-        log.after_step(progress)
+        if master_process:
+            log.after_step(progress)
         if state.consecutive_skips >= MAX_SKIPPED:
-            sys.exit(
-                f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}: lower the "
-                "learning rate and type --init=resume"
-            )
+            said = f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}"
+            sys.exit(f"{said}: lower the learning rate and type --init=resume")
 
     # the end: evaluate, save, report; if a signal stopped the run, only save
-    if log.bar:
-        log.bar.close()
+    if not state.step and not stop:
+        said = f"setting up took {clock.elapsed():.0f} s, so nothing is trained"
+        sys.exit(f"{said}: type a larger --budget_hours")
     if master_process:
+        log.bar.close()
         losses = {}
         if not stop:
             with shown(run):

@@ -185,11 +185,11 @@ def lock(folder):
     return FileLock(Path(folder) / ".glue.lock")
 
 
-def add_run(folder, run):
-    """Add a run to glue.jsonl and draw glue.md anew."""
+def add_runs(folder, *new):
+    """Add runs to glue.jsonl and draw glue.md anew."""
     folder = Path(folder)
     with lock(folder):
-        runs = {**read_runs(folder), key(run): run}.values()
+        runs = {**read_runs(folder), **{key(run): run for run in new}}.values()
         write_text(folder / "glue.jsonl", "".join(json.dumps(run) + "\n" for run in runs))
         write_text(folder / "glue.md", f"# GLUE\n\n{table(runs)}")
 

@@ -73,10 +73,8 @@ def keep_freed_memory():
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
 
 
-def free_bytes(device):
-    """Bytes of free memory on a torch.device; infinite where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def free_host_bytes():
+    """Bytes of free memory in the host; infinite where the system does not tell."""
     free = math.inf
     with contextlib.suppress(OSError, TypeError):
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])

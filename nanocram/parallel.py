@@ -8,16 +8,15 @@ are summed once a step: N ranks learn what one would. This is not DistributedDat
 at the start of a batch ramp there may be fewer micro-batches than ranks.
 """
 
-import os
 import sys
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-RANK = int(os.environ.get("RANK", 0))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number on this machine
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # rank 0 evaluates, logs and saves
+from nanocram.settings import read_ranks
+
+RANK, LOCAL_RANK, WORLD_SIZE = read_ranks()  # rank 0 evaluates, logs and saves
 
 
 def join(device):

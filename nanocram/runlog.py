@@ -19,7 +19,7 @@ from tqdm import tqdm
 from nanocram import machine, parallel
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
-from nanocram.safety import write_beside, write_text
+from nanocram.safety import first_line, write_beside, write_text
 
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
@@ -38,10 +38,15 @@ def new_folder(folder):
     if (folder / "run.json").exists():
         names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
         aside = next(path for path in names if not path.exists())
-        folder.rename(aside)
-        print(f"{folder} held a run: moved it to {aside} (--init=resume would have continued it)")
+        try:
+            folder.rename(aside)
+        except OSError as e:  # a disk is mounted there
+            said = f"{folder} holds a run that cannot be moved aside ({e.strerror})"
+            sys.exit(f"{said}: type --init=auto to continue it, or --out_dir={folder}/2")
+        print(f"{folder} held a run: moved it to {aside} (--init=auto would have continued it)")
     folder.mkdir(parents=True, exist_ok=True)
-    if any(path.name != "run.json.tmp" for path in folder.iterdir()):  # a kill leaves that one
+    ours = ("run.json.tmp", f".{folder.name}.lock", "lost+found")  # a kill leaves the first one
+    if any(path.name not in ours for path in folder.iterdir()):
         sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
 
 
@@ -81,18 +86,18 @@ def read_log(folder):
 
 
 class Log:
-    """What a train.Run tells while it trains. On ranks other than 0 every method does nothing."""
+    """What a train.Run tells while it trains; rank 0 has one."""
 
     def __init__(self, run, folder, data_dir, settings):
         self.run = run
         self.folder = Path(folder)
         self.settings = settings
-        self.silent = parallel.RANK > 0
         self.lines = []  # of log.csv
         self.written_at = 0.0  # when that was written last
         self.first_row = run.state.row  # where this process began to train
         self.train_seconds = 0.0  # of this process
-        self.bar = None  # from the first step on
+        form = "{percentage:3.0f}%|{bar}|{postfix}"  # from the first step on, in a terminal alone
+        self.bar = tqdm(total=1.0, disable=None, bar_format=form, delay=1e-3)
         self.has_forecast = False
         self.wandb = None
         longest = run.model.config.max_seq_len - 2  # [CLS] and [SEP]
@@ -100,10 +105,8 @@ class Log:
         self.sentences = [s for s in sentences if len(run.tokenizer.encode(s)) <= longest]
         self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         self.n_params = sum(p.numel() for p in run.model.parameters())
-        if self.silent:
-            return
-
-        before = read_facts(self.folder) if settings["init"] == "resume" else {}
+        is_resumed = run.saved_step >= 0
+        before = read_facts(self.folder) if is_resumed else {}
         for name, was in before.get("settings", {}).items():
             if name not in ("init", "micro_batch") and settings.get(name) != was:
                 print(f"{name} was {was!r} before the resume, and is {settings.get(name)!r} now")
@@ -122,26 +125,24 @@ class Log:
         if settings["wandb_project"]:
             try:
                 import wandb
+
+                what = {"name": self.folder.name, "id": before.get("wandb_id"), "resume": "allow"}
+                self.wandb = wandb.init(project=settings["wandb_project"], config=settings, **what)
             except ImportError:
                 sys.exit("wandb_project needs wandb: pip install wandb")
-            self.wandb = wandb.init(
-                project=settings["wandb_project"],
-                name=self.folder.name,
-                config=settings,
-                id=before.get("wandb_id"),
-                resume="allow",
-            )
+            except Exception as e:  # no key, no network: each raises something else
+                sys.exit(f"wandb: {first_line(e)}: type wandb login, or WANDB_MODE=offline")
             self.facts["wandb_id"] = self.wandb.id
 
         # make the folder ready; run.json comes first, for by it a later command knows a run
-        if settings["init"] != "resume":
-            new_folder(self.folder)
+        if not is_resumed:
+            new_folder(self.folder.resolve())
         self.write_facts(run.micro_batch)
         copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
         # a resumed run forgets the lines after its checkpoint
         self.lines = [line for line in read_log(self.folder) if line["step"] <= run.state.step]
         write_log(self.folder, self.lines)
-        if settings["init"] == "resume":
+        if is_resumed:
             print(f"resumed at step {run.state.step:,}, after {run.state.elapsed / 60:.1f} minutes")
 
         # say what this run is, and what of it may surprise
@@ -156,16 +157,13 @@ class Log:
 
     def write_facts(self, micro_batch):
         """Write run.json; micro_batch is the one in use."""
-        if not self.silent:
-            settings = {**self.settings, "micro_batch": micro_batch}
-            facts = {"settings": settings, **self.facts}
-            write_text(self.folder / "run.json", json.dumps(facts, indent=2))
+        facts = {"settings": {**self.settings, "micro_batch": micro_batch}, **self.facts}
+        write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
     def say(self, line):
         """Print a line above the bar."""
-        if not self.silent:
-            with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no run
-                tqdm.write(line)
+        with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no run
+            tqdm.write(line)
 
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
@@ -221,12 +219,7 @@ class Log:
     def after_step(self, progress):
         """Move the bar; after ten seconds of training, say once what the budget holds."""
         state = self.run.state
-        self.train_seconds += state.step_seconds
-        if self.silent:
-            return
-        if self.bar is None:
-            form = "{percentage:3.0f}%|{bar}|{postfix}"
-            self.bar = tqdm(total=1.0, disable=None, bar_format=form)  # None: only in a terminal
+        self.train_seconds += state.recent["step"][-1]
         speed, mfu = self.throughput()
         trained = self.run.clock.elapsed() - state.setup_seconds
         left = trained / max(progress, 1e-9) - trained
@@ -240,11 +233,8 @@ class Log:
             tokens = state.row * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             ratio = tokens / self.n_params
-            hint = ""
-            if not 2 < ratio < 150:  # some 20 are best: results/README.md
-                wanted = self.n_params * (ratio / 20) ** 0.5  # at as many FLOPs
-                recipe = "day_330m.py" if ratio > 20 else "tiny.py or config/small.py"
-                hint = f"; a model of {wanted / 1e6:.1f}M may learn more, see config/{recipe}"
+            wanted = self.n_params * (ratio / 20) ** 0.5  # at as many FLOPs: results/README.md
+            hint = "" if 2 < ratio < 150 else f"; {wanted / 1e6:.1f}M parameters may learn more"
             self.say(
                 f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "
                 f"{epochs:.2f} epochs, {ratio:.1f} tokens per parameter{hint}"
@@ -258,6 +248,9 @@ class Log:
     def report(self, losses):
         """Say what the run was and what the model has learnt."""
         state, clock = self.run.state, self.run.clock
+        with contextlib.suppress(RuntimeError):  # a GPU may be full
+            rate = machine.matmul_rate(self.run.device, self.run.amp_dtype)
+            self.matmul_rate = max(self.matmul_rate, rate * parallel.WORLD_SIZE)
         speed, mfu = self.throughput()
         self.say(
             f"{state.step:,} steps, {state.skipped} of them skipped; "
@@ -350,7 +343,7 @@ def write_card(folder, glue_table=()):
     glue_table: lines of markdown."""
     folder = Path(folder)
     path = folder / "README.md"
-    evaluations = [line for line in read_log(folder) if "val_loss_15" in line]
+    evaluations = [line for line in read_log(folder) if "val_loss_15" in line and line["step"]]
     is_ours = not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN)
     if not evaluations or not read_facts(folder) or not is_ours:
         return

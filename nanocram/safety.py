@@ -32,12 +32,14 @@ def write_text(path, text):
 
 def lock(folder):
     """Lock a folder for this process until it ends or drops the result; exits if it is taken."""
-    folder = Path(folder).absolute()
+    folder = Path(folder).resolve()  # whatever links lead to it
     if not folder.name:
         sys.exit(f"{folder} cannot be written as a folder of its own: choose another")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # beside the folder, which may be renamed; singleton: a notebook may start a second run
-    held = FileLock(folder.with_name(f".{folder.name}.lock"), is_singleton=True)
+    # beside the folder, which may be renamed, but inside of a mounted disk: what is beside it may
+    # be another container's. singleton: a notebook may start a second run
+    place = folder if folder.is_mount() else folder.parent
+    held = FileLock(place / f".{folder.name}.lock", is_singleton=True)
     try:
         held.acquire(timeout=0)
     except Timeout:
@@ -63,7 +65,6 @@ def run(main, folder, then, if_oom="use a smaller model"):
 
     folder: named where an OSError names no file. then, if_oom: what to do next. Bugs keep their
     traceback."""
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # so that a log file is current
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()

@@ -10,9 +10,36 @@ serves all scripts: each takes the settings it has. A name with _ in front is th
 import ast
 import contextlib
 import difflib
+import functools
 import os
+import re
 import sys
 from pathlib import Path
+
+
+def prepare_streams():
+    """Let stdout and stderr, be they closed or a notebook's, take any character, line by line."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        with contextlib.suppress(AttributeError):
+            getattr(sys, name).reconfigure(line_buffering=True, errors="replace")
+
+
+@functools.cache
+def read_ranks():
+    """(rank, its number on this machine, number of ranks), as torchrun tells a process of its."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    there = {name: os.environ[name] for name in names if os.environ.get(name)}
+    if there.get("WORLD_SIZE", "1") == "1":
+        if there.get("RANK", "0") != "0":  # left over from a batch system
+            print(f"WARNING: RANK={there['RANK']} is ignored: there are no other ranks")
+        return 0, 0, 1
+    for name in names:
+        if name not in there or not (there[name].isdecimal() or name == "MASTER_ADDR"):
+            said = f"WORLD_SIZE={there['WORLD_SIZE']}, but {name}={there.get(name, '')}"
+            sys.exit(f"{said}: start several processes by torchrun, or one after: unset WORLD_SIZE")
+    return tuple(int(there[name]) for name in names[:3])
 
 
 def configure(namespace, argv=None, also=None):
@@ -21,11 +48,12 @@ def configure(namespace, argv=None, also=None):
     An imported script keeps its defaults. also: another script, whose settings can be set too."""
     if argv is None:
         argv = sys.argv[1:] if namespace["__name__"] == "__main__" else []
+    prepare_streams()
     script = Path(namespace["__file__"])
     own = find_settings(namespace)
     defaults = {**(also.SETTINGS if also else {}), **own}
     if "--help" in argv or "-h" in argv:
-        print(namespace["__doc__"].strip())
+        print((namespace["__doc__"] or "").strip())  # python -OO drops it
         for path in [script, also.__file__] if also else [script]:
             print("\n" + config_block(path))
         sys.exit()
@@ -60,12 +88,13 @@ def find_settings(namespace):
 
 def run_recipe(path, values, defaults, script):
     """Run a recipe and take from it into values what this script has as a setting."""
-    if not Path(path).exists():
+    found = [place for place in (Path(path), script.parent / path) if place.is_file()]
+    if not found:
         sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")
     elsewhere = settings_of_all_scripts(script.parent)
     names = {**elsewhere, **values}
     try:
-        exec(compile(Path(path).read_text("utf-8"), path, "exec"), names)
+        exec(compile(found[0].read_bytes(), path, "exec"), names)  # Python knows their encoding
     except Exception as e:  # it is the user's Python: a typo, a missing name
         sys.exit(f"{path}: {type(e).__name__}: {e}")
     for name in values:
@@ -79,17 +108,13 @@ def settings_of_all_scripts(folder):
     """{name: value} of what the scripts in a folder assign; None where it is no plain value."""
     found = {}
     for path in Path(folder).glob("*.py"):
-        source = path.read_text("utf-8")
-        nodes = []
-        with contextlib.suppress(SyntaxError):  # somebody's unfinished file
-            nodes = ast.parse(source).body if "configure(" in source else []
-        for node in nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name = node.targets[0].id
-                if name.islower():
-                    found[name] = None
-                    with contextlib.suppress(ValueError):
-                        found[name] = ast.literal_eval(node.value)
+        source = path.read_text("utf-8-sig", "replace")
+        if "configure(" not in source:
+            continue
+        for name, value in re.findall(r"^([a-z][a-z\d_]*) = (.*)", source, re.M):
+            found[name] = None
+            with contextlib.suppress(ValueError, SyntaxError):
+                found[name] = ast.literal_eval(value)
     return found
 
 
@@ -124,5 +149,5 @@ def refuse(where, name, script, known):
 
 def config_block(path):
     """The lines of a script's source that set its settings, with their comments."""
-    source = Path(path).read_text("utf-8")
+    source = Path(path).read_text("utf-8-sig")
     return source.partition("# fmt: off\n")[2].partition("# fmt: on")[0].rstrip()

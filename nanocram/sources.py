@@ -38,22 +38,6 @@ def file_kind(path):
 # The Hub
 
 
-def is_passing(error):
-    """Whether an error of the Hub's libraries may be gone in a while: no answer, or a busy one."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status:
-        return status in (408, 429) or status >= 500
-    if "OfflineMode" in repr(error):
-        return False
-    # A failed request in one thread may close the session that others share.
-    is_closed = isinstance(error, RuntimeError) and "closed" in str(error)
-    is_lost = isinstance(error, ConnectionError | TimeoutError)
-    if is_closed or is_lost or type(error).__module__.startswith(("http", "requests")):
-        return True
-    cause = error.__cause__ or error.__context__  # datasets wraps what went wrong
-    return cause is not None and is_passing(cause)
-
-
 @functools.cache
 def hub():
     from huggingface_hub import HfFileSystem

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
+# A shell's script ignores SIGINT in what it starts in its background, and so would our children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Nor a GPU: where there is one, they run on the CPU beside it. test_gpu.py shows it again to the
 # processes that it starts.
 if "GPUS_BEFORE_TESTS" not in os.environ:

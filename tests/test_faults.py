@@ -131,7 +131,9 @@ def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data
     try:
         wait_for(out / "ckpt.pt", process)
         process.stdout.close()
-        second = start(out, data_dir, max_steps=3, init="resume")
+        link = tmp_path / "link"
+        link.symlink_to(out)
+        second = start(link, data_dir, max_steps=3, init="resume")
         said, _ = second.communicate(timeout=200)
         assert second.returncode == 1 and "another process writes to" in said.splitlines()[-1]
         reached = runlog.read_log(out)[-1]["step"]

@@ -200,7 +200,7 @@ def test_a_killed_run_goes_on_where_it_stopped(finished, model, glue_files):
     flags = [f"--{name}={value}" for name, value in wanted.items()]
     command = [sys.executable, str(ROOT / "finetune_glue.py"), *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while process.poll() is None and not (model / "glue.jsonl").exists():
+    while process.poll() is None and not glue.read_runs(model):
         time.sleep(0.01)
     process.kill()
     process.communicate(timeout=60)
@@ -291,6 +291,27 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir, sent
     ft.fine_tune(candidate, net, data, 0, torch.float32)
     after = ft.predict(net, data, torch.float32)
     assert before.shape == (40, 3) and not np.allclose(before, after, atol=1e-4)
+
+
+def test_a_head_that_was_trained_elsewhere_is_not_kept(tmp_path, data_dir):
+    """With as many labels, which may be in another order; the encoder under it is."""
+    folder = encoder("Bert", tmp_path, data_dir)
+    trained = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    trained.save_pretrained(folder)
+    torch.manual_seed(1)
+    net = ft.HuggingFace(str(folder)).build(3).model
+    assert not torch.equal(net.classifier.weight, trained.classifier.weight)
+    assert net.classifier.weight.std().item() == pytest.approx(0.02, rel=0.3)
+    for ours, theirs in zip(net.bert.parameters(), trained.bert.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(model, glue_files):
+    """Before the first fine-tuning, whose result would be lost."""
+    (model / ".glue.lock").mkdir()
+    done = run(model, glue_files)
+    assert done.returncode == 1 and "seed 0" not in done.stdout
+    assert last_line(done).endswith("make a copy, type --model=COPY")
 
 
 def test_all_tasks_at_once(model, glue_files):

@@ -175,7 +175,7 @@ def test_a_run_that_is_added_again_replaces_the_first(tmp_path):
     for score in (50.0, 60.0):
         for seed in range(2):
             for run in runs(seed=seed, rte={"accuracy": score + seed}):
-                glue.add_run(tmp_path, run)
+                glue.add_runs(tmp_path, run)
     stored = glue.read_runs(tmp_path)
     assert [run["scores"]["accuracy"] for run in stored.values()] == [60.0, 61.0]
     lines = (tmp_path / "glue.jsonl").read_text().splitlines()
@@ -186,7 +186,7 @@ def test_a_run_that_is_added_again_replaces_the_first(tmp_path):
 def add_ten(folder, seed):
     for i in range(10):
         for run in runs(seed=10 * seed + i, rte={"accuracy": 50.0}):
-            glue.add_run(folder, run)
+            glue.add_runs(folder, run)
 
 
 def test_processes_that_add_runs_at_once_lose_none(tmp_path):
@@ -204,5 +204,5 @@ def test_a_line_that_is_no_run_is_named_and_stays(tmp_path):
     path = tmp_path / "glue.jsonl"
     path.write_text("precious\n")
     with pytest.raises(SystemExit, match="line 1 is no run"):
-        glue.add_run(tmp_path, runs(rte=FULL["rte"])[0])
+        glue.add_runs(tmp_path, runs(rte=FULL["rte"])[0])
     assert path.read_text() == "precious\n"

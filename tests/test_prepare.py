@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -308,6 +309,25 @@ def test_a_finished_set_is_kept(tmp_path, corpus, data_dir, prepare, capsys):
     assert before == {path.name: path.stat().st_mtime_ns for path in data_dir.iterdir()}
 
 
+def test_names_as_a_shell_has_them(tmp_path, corpus, monkeypatch):
+    """Commas and spaces in them, ~ in each, the embedded corpus from any folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("x,y.txt", "a.txt", "b.txt"):
+        shutil.copy(corpus, tmp_path / name)
+    for source, names in (
+        ("x,y.txt", ["x,y.txt"]),
+        ("~/a.txt,~/b.txt", ["a.txt", "b.txt"]),
+        ("data/sample.txt.gz", ["sample.txt.gz"]),
+    ):
+        monkeypatch.setattr(module, "source", source)
+        files = [path for found in module.find_files().values() for path, _ in found]
+        assert [Path(path).name for path in files] == names
+    monkeypatch.setattr(module, "data_dir", "data/my texts; ls")
+    *_, data, _, _, out = shlex.split(module.next_command(1000))
+    assert data == "--data_dir=data/my texts; ls" and out == "--out_dir=out/my texts; ls"
+
+
 @pytest.fixture
 def folder_of_slips(tmp_path, corpus, monkeypatch):
     """A working folder with texts that cannot be prepared and folders that cannot be written."""
@@ -382,7 +402,7 @@ configs:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory, texts):
+def stand_in(tmp_path_factory, texts):
     """A StandIn with data sets as FineWeb and the Pile are laid out, and a gated one."""
     root = tmp_path_factory.mktemp("hub")
     some = [text[:6000] for text in texts[:240]]
@@ -406,8 +426,15 @@ def hub(tmp_path_factory, texts):
     stand_in.stop()
 
 
+@pytest.fixture
+def hub(stand_in):
+    """The StandIn, whose faults end with a test."""
+    yield stand_in
+    stand_in.fault = None
+
+
 @pytest.fixture(scope="module")
-def begin(tmp_path_factory, hub):
+def begin(tmp_path_factory, stand_in):
     """A function that starts prepare.py on the stand-in; its output goes into a pipe."""
     home = tmp_path_factory.mktemp("script")
     (home / "small_prepare.py").write_text(SCRIPT)
@@ -416,7 +443,7 @@ def begin(tmp_path_factory, hub):
     def start(folder, source="some/web:part", **settings):
         values = SMALL_DATA | {"source": source, "data_dir": folder, "processes": 2} | settings
         flags = [f"--{name}={value}" for name, value in values.items()]
-        environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0"}
+        environment = os.environ | {"HF_ENDPOINT": stand_in.address, "HF_HUB_OFFLINE": "0"}
         environment |= {"HF_HOME": str(home / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
         environment |= {"CONSTANTS": json.dumps(SMALL)}
         command = [sys.executable, home / "small_prepare.py", *flags]
@@ -444,10 +471,10 @@ def done_well(process):
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory, begin, hub):
+def expected(tmp_path_factory, begin, stand_in):
     """The folder that local copies of some/web's files give."""
     out = tmp_path_factory.mktemp("expected") / "out"
-    done_well(begin(out, f"{hub.root}/datasets/some/web/sample/*.parquet", processes=1))
+    done_well(begin(out, f"{stand_in.root}/datasets/some/web/sample/*.parquet", processes=1))
     return out
 
 

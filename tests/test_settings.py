@@ -1,4 +1,5 @@
 import importlib
+import os
 import subprocess
 import sys
 
@@ -127,9 +128,74 @@ def test_slips_are_one_line(example, tmp_path):
     assert done.returncode == 1 and "did you mean n_layer?" in last_line(done)
 
 
+def started(*command, **environment):
+    """What a command prints, and its exit status, with more in its environment."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    return done.returncode, done.stdout.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "said"),
+    [
+        ({"RANK": "1"}, 0, "WARNING: RANK=1 is ignored"),  # left over from a batch system
+        ({"RANK": ""}, 0, "The paper"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, 0, "WARNING: RANK=1 is ignored"),
+        ({"WORLD_SIZE": "2"}, 1, "WORLD_SIZE=2, but RANK=: start several processes by torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, 1, "but LOCAL_RANK=x: start"),
+    ],
+)
+def test_ranks_without_torchrun(environment, status, said):
+    rc, printed = started("train.py", "--help", **environment)
+    assert rc == status and said in printed and "Traceback" not in printed
+    assert (rc == 0) == ("budget_hours = 24.0" in printed)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_any_terminal_will_do(encoding, tmp_path):
+    for name in SCRIPTS:
+        assert started(f"{name}.py", "--help", PYTHONIOENCODING=encoding)[0] == 0
+    slip = "prepare.py", f"--data_dir={tmp_path}/本", "--source=nothing.txt"
+    rc, printed = started(*slip, PYTHONIOENCODING=encoding)
+    assert rc == 1 and "data_dir = " in printed
+    assert "no file matches 'nothing.txt'" in printed.splitlines()[-1]
+
+
+NO_STREAM = """
+import io, runpy, sys
+sys.stdout, sys.stderr = {streams}
+sys.argv = ["prepare.py", "--source=nothing.txt", "--data_dir=nowhere"]
+try:
+    runpy.run_path("prepare.py", run_name="__main__")
+except SystemExit as end:
+    sys.__stdout__.write(str(end))
+"""
+
+
+@pytest.mark.parametrize("streams", ["io.StringIO(), io.StringIO()", "None, None"])
+def test_a_notebooks_and_a_closed_stdout_will_do(streams):
+    rc, printed = started("-c", NO_STREAM.format(streams=streams))
+    assert rc == 0 and printed.startswith("no file matches 'nothing.txt'"), printed
+
+
+def test_a_recipe_is_found_beside_the_script_and_read_as_python_reads_it(example, tmp_path):
+    done = script("prepare.py", "config/tiny.py", "--seq_len=1", cwd=tmp_path)
+    assert done.returncode == 1 and "vocab_size = 4096" in done.stdout
+    assert last_line(done).startswith("seq_len=1 cannot work")
+    (tmp_path / "bom.py").write_text("count = 4\n", encoding="utf-8-sig")
+    configure(example, [str(tmp_path / "bom.py")])
+    assert example["count"] == 4
+
+
+@pytest.mark.parametrize("optimised", [False, True])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_shows_the_defaults_before_torch_is_imported(name):
-    """Read as Python, what it prints are the settings."""
+def test_help_shows_the_defaults_before_torch_is_imported(name, optimised):
+    """Read as Python, what it prints are the settings. -OO drops what a script says first."""
     code = f"""
 import runpy, sys
 sys.argv = ["{name}.py", "--help"]
@@ -138,11 +204,11 @@ try:
 except SystemExit as end:
     print(end.code, "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    _, printed = started(*(["-OO"] if optimised else []), "-c", code)
     module = importlib.import_module(name)
-    doc = module.__doc__.strip()
-    assert done.stdout.startswith(doc), done.stderr
-    block, last = done.stdout.removeprefix(doc).rstrip().rsplit("\n", 1)
+    doc = "" if optimised else module.__doc__.strip()
+    assert printed.startswith(doc), printed
+    block, last = printed.removeprefix(doc).rstrip().rsplit("\n", 1)
     shown = {}
     exec(block, {}, shown)
     assert shown == module.SETTINGS

@@ -1,6 +1,8 @@
+import errno
 import functools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -321,8 +323,9 @@ def test_a_resume_gets_back_no_second_of_a_save(train, setting, monkeypatch):
     run.clock = module.Clock(run.state)
     write = module.checkpoint.save
     monkeypatch.setattr(module.checkpoint, "save", lambda *what: time.sleep(0.4) or write(*what))
-    for _ in range(2):  # the second one knows how long the first one took
-        assert module.save(run, log)
+    for _ in range(3):  # the third one knows how long the others took
+        with run.clock.timed("save"):
+            assert module.save(run, log)
         used = run.clock.elapsed()
     ckpt = torch.load(Path(train.out_dir) / "ckpt.pt", weights_only=True)
     assert ckpt["state"]["elapsed"] == pytest.approx(used, abs=0.2)
@@ -336,10 +339,10 @@ def test_the_first_step_is_taken_for_one_of_the_start(train, setting, monkeypatc
 
     def compiled(run, held_out_rows):
         run.state.setup_seconds = 50.0
-        return 3.0
+        return 3.0, 0.0
 
     def stop(run, progress):
-        estimates.append(run.state.step_seconds)
+        estimates.append(run.clock.forecast("step"))
         module.signals.stop = True
 
     monkeypatch.setattr(module, "compile_and_fit", compiled)
@@ -359,7 +362,8 @@ def test_the_reserve_is_kept_for_the_last_evaluation_and_save(train, setting, mo
     state, clock = run.state, run.clock
     stop_clock(monkeypatch, run, 44.0)
     assert clock.progress() == pytest.approx(0.44)
-    state.eval_seconds, state.save_seconds = 8.0, 2.0
+    for kind, seconds in (("eval", 8.0), ("save", 2.0), ("save", 2.0)):
+        clock.note(kind, seconds)
     assert clock.progress() == pytest.approx(44 / 88)
     state.setup_seconds = 28.0  # of the budget, but the schedule begins after it
     assert clock.progress() == pytest.approx(16 / 60)
@@ -368,9 +372,68 @@ def test_the_reserve_is_kept_for_the_last_evaluation_and_save(train, setting, mo
     stop_clock(monkeypatch, run, 87.0)  # 1 s is left: too little for a save
     assert not module.should_save(run)
     stop_clock(monkeypatch, run, 85.0)  # 3 s: enough for a save, but for no evaluation
-    assert module.should_save(run) and not clock.has_room_for(state.eval_seconds)
+    assert module.should_save(run) and not clock.has_room_for("eval")
     stop_clock(monkeypatch, run, 79.0)
-    assert clock.has_room_for(state.eval_seconds)
+    assert clock.has_room_for("eval")
+
+
+@pytest.mark.parametrize("kind", ["step", "eval", "save"])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys, kind, number):
+    """Whenever it comes: the budget is used, and the rate falls to 0 at its end. By a made-up clock
+    on which a step takes 1 s, an evaluation 6 s, a save 2 s, and one of them 200 s more."""
+    usual, clock = {"step": 1.0, "eval": 6.0, "save": 2.0}, [0.0]
+    count = dict.fromkeys(usual, 0)
+    setting(budget_hours=600 / 3600, evals=8, checkpoint_minutes=1e-9, samples="")
+    monkeypatch.setattr(module, "now", lambda: clock[0])
+
+    def spend(kind_of_work):
+        is_stalled = (kind_of_work, count[kind_of_work]) == (kind, number)
+        clock[0] += usual[kind_of_work] + 200.0 * is_stalled
+        count[kind_of_work] += 1
+
+    def step(run, progress):
+        spend("step")
+        run.state.step += 1
+        run.state.last = {"loss": 1.0, "lr": module.lr_scale(progress)}
+
+    def save(run, log):
+        spend("save")
+        run.saved_step = run.state.step
+        return True
+
+    def evaluate(run, sets):
+        spend("eval")
+        return dict.fromkeys(("val_loss_15", "val_loss_25", "val_nats_per_char"), 1.0)
+
+    monkeypatch.setattr(module, "compile_and_fit", lambda *what: (1.0, 1.0))
+    for work in (step, save, evaluate):
+        monkeypatch.setattr(module, work.__name__.replace("step", "train_step"), work)
+    module.main()
+    last = runlog.read_log(train.out_dir)[-1]
+    assert 585 < last["elapsed_s"] <= 600 and last["lr"] < 0.05
+    said = re.findall(r"WARNING: a (\w+) took (\d+) s", capsys.readouterr().out)
+    # how long the first save takes nobody knows before
+    assert said == [(kind, f"{usual[kind] + 200:.0f}")] or (kind == "save" and number < 2)
+
+
+def test_a_budget_that_setting_up_uses_trains_nothing(train, setting):
+    setting(budget_hours=1e-6)
+    with pytest.raises(SystemExit, match=r"^setting up took .* type a larger --budget_hours$"):
+        module.main()
+    assert not (Path(train.out_dir) / "README.md").exists()
+
+
+def test_the_share_of_the_machines_speed_is_that_of_its_best_moment(train, setting, monkeypatch):
+    """Other work may have held up the first measurement."""
+    speeds = iter([1.0, 1e15])
+    monkeypatch.setattr(machine, "matmul_rate", lambda *where: next(speeds))
+    shares = []
+    report = runlog.Log.report
+    monkeypatch.setattr(runlog.Log, "report", lambda log, x: report(log, x) or shares.append(log))
+    setting(max_steps=1, samples="")
+    module.main()
+    assert shares[0].throughput()[1] < 1
 
 
 # Saving and the log
@@ -528,6 +591,10 @@ def test_wandb_gets_every_row(train, setting, monkeypatch):
     with pytest.raises(SystemExit, match="pip install wandb"):
         train.main()
     assert not Path(train.out_dir).exists()
+    refuses = types.SimpleNamespace(init=lambda **facts: (_ for _ in ()).throw(Exception("no key")))
+    monkeypatch.setitem(sys.modules, "wandb", refuses)
+    with pytest.raises(SystemExit, match=r"^wandb: no key: type wandb login"):
+        train.main()
     seen = []
     logger = types.SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))), id="abc")
     fake = types.SimpleNamespace(init=lambda **facts: seen.append(facts) or logger)
@@ -583,6 +650,25 @@ def test_what_anybody_else_wrote_is_left_alone(train, tmp_path):
     with pytest.raises(SystemExit, match=r"holds no run of train\.py: choose another --out_dir"):
         train.main()
     assert file.read_text() == "precious"
+
+
+def test_a_run_that_cannot_be_moved_aside_is_left_alone(train, setting, tmp_path, monkeypatch):
+    """A disk is mounted there."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text("{}")
+
+    def busy(path, goal):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", busy)
+        with pytest.raises(
+            SystemExit, match=r"busy\): type --init=auto to continue it, or --out_d"
+        ):
+            train.main()
+    setting(init="auto", max_steps=1, samples="")
+    train.main()  # without a checkpoint there is nothing to go on from
+    assert (tmp_path / "out.1" / "run.json").read_text() == "{}"
 
 
 def test_a_gpu_that_torch_cannot_use_is_one_line(monkeypatch):

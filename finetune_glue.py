@@ -149,7 +149,8 @@ class HuggingFace:
 
         options |= {"num_labels": n_outputs, "dtype": torch.float32, "output_loading_info": True}
         net, info = Auto.from_pretrained(self.name, ignore_mismatched_sizes=True, **options)
-        if "ForSequenceClassification" in str(net.config.architectures):
+        kind = (net.config.architectures or ["Model"])[0]
+        if not kind.endswith(("ForMaskedLM", "ForPreTraining", "Model")):
             # its head was trained for other labels, or for these in another order: draw a new one
             trained, net = net, Auto.from_config(net.config)
             net.base_model.load_state_dict(trained.base_model.state_dict())

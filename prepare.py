@@ -83,9 +83,9 @@ def find_files():
     found, seen = {}, set()
     names = [source] if os.path.isfile(source) else source.split(",")
     for name in (os.path.expanduser(name.strip()) for name in names):
-        here = os.path.join(os.path.dirname(__file__), name)  # tiny.py's text, from anywhere
-        files = [path for path in (name, here) if os.path.isfile(path)]
-        matches = files[:1] or glob.glob(name, recursive=True)
+        if name == "data/sample.txt.gz" and not os.path.isfile(name):  # from another folder
+            name = os.path.join(os.path.dirname(__file__), name)
+        matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
         paths = sorted(filter(os.path.isfile, set(matches)))
         is_pattern = not name or glob.escape(name) != name
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
@@ -136,6 +136,8 @@ def texts_from(files, state):
                     yield bare, before + file.tell()
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
             state["error"] = f"{path} could not be read to its end ({explain(e)})"
+            # the Hub may answer in a while; a reader's ValueError stays
+            state["is_lost"] = path.startswith(HUB) and not isinstance(e, ValueError)
             return
         state.update(file=state["file"] + 1, document=0)
         before += n_bytes
@@ -365,11 +367,11 @@ def process_parts(parts, folder):
             for future in done:
                 i = futures[future]
                 state = states[i] = future.result()
-                is_lost = "error" in state and parts[i][0][0].startswith(HUB)
-                if is_lost and tries[i] < TRIES:  # it may answer in a while
-                    if not tries[i]:
-                        bar.write(f"{state['error']}: it is tried again every minute, for an hour")
-                    tries[i] += 1
+                place = i, state["file"], state["document"]
+                if state.get("is_lost") and tries[place] < TRIES:
+                    if not tries[place]:
+                        bar.write(f"{state['error']}: it is tried again each minute, {TRIES} times")
+                    tries[place] += 1
                     again = pool.submit(process_part, i, parts[i], folder, PAUSE)
                     futures[again] = i
                     running.add(again)

@@ -18,7 +18,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import fmean
 
 from nanocram.settings import configure, read_ranks
 
@@ -26,7 +26,7 @@ from nanocram.settings import configure, read_ranks
 # the run
 data_dir = "data/fineweb"       # what prepare.py wrote
 out_dir = "out/fineweb"         # where everything goes; an earlier run in it is moved aside
-init = "scratch"                # scratch | resume: from out_dir/ckpt.pt | auto: if there is one
+init = "scratch"                # scratch | resume: from out_dir/ckpt.pt | auto: resume if it exists
 seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
@@ -170,8 +170,8 @@ class State:
     logged: int = -1  # step of the last line in log.csv
     sums: dict = field(default_factory=dict)  # {name: (steps, sum over them)} since that line
     elapsed: float = 0.0  # seconds of the budget that were used up at the save
-    # {"step" | "eval" | "save": seconds of the last three, at first an estimate}
-    recent: dict = field(default_factory=lambda: {"step": [], "eval": [], "save": [0.0]})
+    # seconds of the last three of a kind; until there are three, with an estimate
+    recent: dict = field(default_factory=lambda: {"step": [0.0], "eval": [0.0], "save": [0.0]})
     setup_seconds: float = 0.0  # compiling, and finding micro_batch; over all resumes
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
@@ -205,19 +205,15 @@ class Clock:
         start = now()
         yield
         seconds, usual = now() - start, self.forecast(kind)
-        if usual and seconds > 10 + 10 * usual:
+        if usual and seconds > 10 + 10 * usual and not max_steps:
             said = f"a {kind} took {seconds:,.0f} s of the budget"
-            print(f"\nWARNING: {said}; --init=resume with a larger budget makes up for it")
-        self.note(kind, seconds)
-
-    def note(self, kind, seconds):
-        """Take seconds into the forecast for the next "step", "eval" or "save"."""
+            runlog.say(f"WARNING: {said}; --init=resume with a larger budget makes up for it")
         self.state.recent[kind] = [*self.state.recent[kind][-2:], seconds]
 
     def forecast(self, kind):
-        """Seconds of the next one: the median of the last three, or the smaller of two, so that
-        one stall of the machine or of a disk is not taken for what is to come."""
-        return median_low(self.state.recent[kind] or [0.0])
+        """Seconds of the next one: the least of the last three, since a machine that slept or a
+        disk that stalled says nothing of what is to come."""
+        return min(self.state.recent[kind])
 
     def reserve(self):
         """Seconds to keep for the end: an evaluation, a save, the step that may be under way."""
@@ -230,10 +226,8 @@ class Clock:
 
     def progress(self):
         """Share of the run that is over, in [0, 1]: steps / max_steps, or (elapsed - setup) /
-        (budget - setup - reserve). Setup, mostly compiling, uses budget but is no progress.
-
-        It rises or falls a little when the reserve changes. It falls when a run is resumed with a
-        larger budget or max_steps."""
+        (budget - setup - reserve). Setup, mostly compiling, uses budget but is no progress. It
+        falls when a run is resumed with a larger budget, and a little when the reserve shrinks."""
         if max_steps:
             return min(1.0, self.state.step / max_steps)
         setup = self.state.setup_seconds
@@ -345,7 +339,8 @@ class Run:
         self.state = State()
         self.clock = Clock(self.state)  # main() starts another one when the budget begins
         self.saved_step = -1  # state.step at the last save of this process
-        self.saved_at = time.monotonic()
+        self.saved_at = now()
+        self.world_size = parallel.WORLD_SIZE
         self.loss_names = []  # what loss_fn returns: a rank may have no micro-batch in a step
         begins_word = tokenizer.begins_word() if tokenizer else [True] * vocab_size  # bench.py
         self.begins_word = torch.tensor(begins_word, device=dev)
@@ -462,17 +457,16 @@ def take_all_passes(run, held_out_rows):
         sums["loss"].backward()
         run.loss_names = list(sums)
 
-    # the largest shape once more at the end, timed, now that the gradients are in memory
-    for shape in (*row_shapes(), row_shapes()[0]):
-        pass_seconds, _ = machine.timed(run.device, forward_backward, shape)
+    # the largest shape twice more at the end, now that the gradients are in memory
+    shapes = row_shapes()
+    passes = [machine.timed(run.device, forward_backward, s)[0] for s in shapes + 2 * shapes[:1]]
     for name, p in run.model.named_parameters():
         if p.requires_grad and p.grad is None:
             print(f"WARNING: nothing reads {name}, so it is not trained")
     # all batches of evaluations have one shape
     batch = held_out(held_out_rows[: run.micro_batch], run.micro_batch)["val_loss_15"]
-    for _ in range(2):
-        eval_seconds, _ = machine.timed(run.device, estimate_loss, run, batch)
-    return pass_seconds, eval_seconds
+    evaluations = [machine.timed(run.device, estimate_loss, run, batch)[0] for _ in range(3)]
+    return min(passes[-2:]), min(evaluations)  # one may have been held up
 
 
 def compile_and_fit(run, held_out_rows):
@@ -539,7 +533,7 @@ def should_save(run):
     Not after a skipped step: its gradient may be bad because the last update broke the weights."""
     state = run.state
     updates = state.step - state.skipped
-    minutes = (time.monotonic() - run.saved_at) / 60
+    minutes = (now() - run.saved_at) / 60
     due = updates <= 1 or 0 < checkpoint_minutes <= minutes
     is_new = state.step > run.saved_step
     was_skipped = state.consecutive_skips > 0
@@ -550,7 +544,7 @@ def save(run, log):
     """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written.
 
     A file that cannot be written stays as it was, and a warning says why."""
-    run.saved_at = time.monotonic()
+    run.saved_at = now()
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     try:
         # how long this save takes is not known yet
@@ -564,7 +558,7 @@ def save(run, log):
         reason = e  # what torch and PIL raise may hide that a disk is full
         while reason and not isinstance(reason, OSError):
             reason = reason.__context__
-        log.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(reason or e)}")
+        runlog.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(reason or e)}")
         return False
     run.saved_step = run.state.step
     return log_is_written
@@ -648,8 +642,8 @@ def main():
     state.setup_seconds += now() - t0
     # until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
-    clock.note("step", pass_seconds * passes)
-    clock.note("eval", eval_seconds * sum(map(len, held_out_sets.values())))
+    state.recent["step"] = [pass_seconds * passes]
+    state.recent["eval"] = [eval_seconds * sum(map(len, held_out_sets.values()))]
     if master_process:
         log.write_facts(micro_batch=run.micro_batch)
     # a resume with a larger budget lowers progress: its later evaluations happen a second time
@@ -691,10 +685,11 @@ def main():
 
     # the end: evaluate, save, report; if a signal stopped the run, only save
     if not state.step and not stop:
-        said = f"setting up took {clock.elapsed():.0f} s, so nothing is trained"
-        sys.exit(f"{said}: type a larger --budget_hours")
+        said = f"the budget has no room for a step after {clock.elapsed():.0f} s of setting up"
+        sys.exit(f"{said}: type a larger --budget_hours" if master_process else 1)
     if master_process:
-        log.bar.close()
+        if log.bar:
+            log.bar.close()
         losses = {}
         if not stop:
             with shown(run):
@@ -712,7 +707,7 @@ def main():
         if not is_saved:
             sys.exit(1)
         if stop:
-            log.say(f"stopped at step {state.step:,}: --init=resume goes on")
+            runlog.say(f"stopped at step {state.step:,}: --init=resume goes on")
     parallel.leave()
     del lock
 

@@ -35,10 +35,8 @@ def pick(device, dtype):
         # A GPU that torch cannot use would mean a day on the CPU. If it was hidden, that is meant.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
         if Path("/dev/nvidiactl").exists() and not has_cuda and not hidden:
-            sys.exit(
-                f"torch {torch.__version__} cannot use this machine's GPU: install a build for its "
-                "CUDA driver (see nvidia-smi), or type --device=cpu"
-            )
+            build = "install a build for its CUDA driver (see nvidia-smi), or type --device=cpu"
+            sys.exit(f"torch {torch.__version__} cannot use this machine's GPU: {build}")
         device = next(name for name in available if available[name])
     if not available.get(device):
         sys.exit(f"device={device}, but this build of torch sees no such device: type --device=cpu")

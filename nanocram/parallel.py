@@ -28,6 +28,7 @@ def join(device):
         sys.exit(f"there is no GPU for process {LOCAL_RANK}: type --nproc_per_node={gpus}")
     if gpus:
         torch.cuda.set_device(LOCAL_RANK)
+    print(f"rank {RANK} waits for the other {WORLD_SIZE - 1}", file=sys.stderr)
     # This module keeps the process group that exists at its first import. If torch imports it
     # later, gloo's threads outlive leave() and now and then abort the process.
     from torch.distributed.nn import functional  # noqa: F401
@@ -54,10 +55,8 @@ def all_reduce(tensors):
         dist.all_reduce(flat)
     except RuntimeError as e:
         reason = " ".join(str(e).split())[:300]
-        sys.exit(
-            f"rank {RANK} lost the other ranks: see what they said first. --init=resume goes on "
-            f"from the last checkpoint ({reason})"
-        )
+        said = f"rank {RANK} lost the other ranks, see what they said first ({reason})"
+        sys.exit(f"{said}: --init=resume goes on from the last checkpoint")
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))

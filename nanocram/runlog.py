@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanocram import machine, parallel
+from nanocram import machine
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
 from nanocram.safety import first_line, write_beside, write_text
@@ -34,8 +34,15 @@ def read_facts(folder):
 
 
 def new_folder(folder):
-    """Make a folder for a new run. An earlier run in it is moved aside, anything else refused."""
-    if (folder / "run.json").exists():
+    """Make a folder for a new run. An earlier run in it is moved aside, anything else refused; one
+    that was killed before its first save goes on as a new one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = ("run.json", "tokenizer.json", "tokenizer_config.json", "log.csv", "ckpt.pt")
+    names = {path.name for path in folder.iterdir()} - {f".{folder.name}.lock", "lost+found"}
+    names -= {f"{name}.tmp" for name in begun}
+    if names and "run.json" not in names:
+        sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
+    if names - {*begun[:-1]} or any(line["step"] for line in read_log(folder)):
         names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
         aside = next(path for path in names if not path.exists())
         try:
@@ -44,10 +51,7 @@ def new_folder(folder):
             said = f"{folder} holds a run that cannot be moved aside ({e.strerror})"
             sys.exit(f"{said}: type --init=auto to continue it, or --out_dir={folder}/2")
         print(f"{folder} held a run: moved it to {aside} (--init=auto would have continued it)")
-    folder.mkdir(parents=True, exist_ok=True)
-    ours = ("run.json.tmp", f".{folder.name}.lock", "lost+found")  # a kill leaves the first one
-    if any(path.name not in ours for path in folder.iterdir()):
-        sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
+        folder.mkdir()
 
 
 def copy_tokenizer(data_dir, folder, max_seq_len):
@@ -85,6 +89,12 @@ def read_log(folder):
     return lines
 
 
+def say(line):
+    """Print a line above the bar; a full disk or a closed pipe ends no run."""
+    with contextlib.suppress(OSError):
+        tqdm.write(line)
+
+
 class Log:
     """What a train.Run tells while it trains; rank 0 has one."""
 
@@ -96,14 +106,13 @@ class Log:
         self.written_at = 0.0  # when that was written last
         self.first_row = run.state.row  # where this process began to train
         self.train_seconds = 0.0  # of this process
-        form = "{percentage:3.0f}%|{bar}|{postfix}"  # from the first step on, in a terminal alone
-        self.bar = tqdm(total=1.0, disable=None, bar_format=form, delay=1e-3)
+        self.bar = None  # from the first step on
         self.has_forecast = False
         self.wandb = None
         longest = run.model.config.max_seq_len - 2  # [CLS] and [SEP]
         sentences = settings["samples"].split("|") if settings["samples"] else []
         self.sentences = [s for s in sentences if len(run.tokenizer.encode(s)) <= longest]
-        self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
+        self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * run.world_size
         self.n_params = sum(p.numel() for p in run.model.parameters())
         is_resumed = run.saved_step >= 0
         before = read_facts(self.folder) if is_resumed else {}
@@ -113,9 +122,9 @@ class Log:
         self.facts = {
             "parameters": self.n_params,
             "flops_per_token": run.flops_per_token,
-            "matmul_flops": self.matmul_rate / parallel.WORLD_SIZE,
+            "matmul_flops": self.matmul_rate / run.world_size,
             "amp_dtype": str(run.amp_dtype),
-            "processes": parallel.WORLD_SIZE,
+            "processes": run.world_size,
             "data": run.meta["sha256"]["train.bin"],
             "corpus": {k: run.meta["settings"][k] for k in ("source", "normalisation")}
             | run.meta["counts"],
@@ -140,35 +149,31 @@ class Log:
         self.write_facts(run.micro_batch)
         copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
         # a resumed run forgets the lines after its checkpoint
-        self.lines = [line for line in read_log(self.folder) if line["step"] <= run.state.step]
+        old = read_log(self.folder) if is_resumed else []
+        self.lines = [line for line in old if line["step"] <= run.state.step]
         write_log(self.folder, self.lines)
         if is_resumed:
             print(f"resumed at step {run.state.step:,}, after {run.state.elapsed / 60:.1f} minutes")
 
         # say what this run is, and what of it may surprise
-        self.say(
+        say(
             f"{self.n_params / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP a "
             f"token; {machine.device_name(run.device)} multiplies matrices of {run.amp_dtype} at "
             f"{self.matmul_rate / 1e12:.2f} TFLOP/s"
         )
         why = not_native(run.model)
         if why:
-            self.say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
+            say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
 
     def write_facts(self, micro_batch):
         """Write run.json; micro_batch is the one in use."""
         facts = {"settings": {**self.settings, "micro_batch": micro_batch}, **self.facts}
         write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
-    def say(self, line):
-        """Print a line above the bar."""
-        with contextlib.suppress(OSError):  # a full disk or a closed pipe ends no run
-            tqdm.write(line)
-
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
         state = self.run.state
-        self.say(
+        say(
             f"{self.run.clock.elapsed() / 60:7.1f} min  step {state.step:6,}  held-out loss "
             f"{losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
         )
@@ -206,7 +211,7 @@ class Log:
         try:
             write_log(self.folder, self.lines)
         except OSError as e:
-            self.say(f"WARNING: cannot write log.csv, its lines are kept: {e}")
+            say(f"WARNING: cannot write log.csv, its lines are kept: {e}")
             return False
         return True
 
@@ -220,6 +225,9 @@ class Log:
         """Move the bar; after ten seconds of training, say once what the budget holds."""
         state = self.run.state
         self.train_seconds += state.recent["step"][-1]
+        if self.bar is None:
+            form = "{percentage:3.0f}%|{bar}|{postfix}"
+            self.bar = tqdm(total=1.0, disable=None, bar_format=form)  # None: only in a terminal
         speed, mfu = self.throughput()
         trained = self.run.clock.elapsed() - state.setup_seconds
         left = trained / max(progress, 1e-9) - trained
@@ -233,39 +241,37 @@ class Log:
             tokens = state.row * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             ratio = tokens / self.n_params
-            wanted = self.n_params * (ratio / 20) ** 0.5  # at as many FLOPs: results/README.md
-            hint = "" if 2 < ratio < 150 else f"; {wanted / 1e6:.1f}M parameters may learn more"
-            self.say(
+            say(
                 f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "
-                f"{epochs:.2f} epochs, {ratio:.1f} tokens per parameter{hint}"
+                f"{epochs:.2f} epochs, {ratio:.1f} tokens per parameter"
             )
 
     def guess(self, sentence):
         """Print a sentence and the three likeliest words for its [MASK]."""
         top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
-        self.say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
+        say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
 
     def report(self, losses):
         """Say what the run was and what the model has learnt."""
         state, clock = self.run.state, self.run.clock
         with contextlib.suppress(RuntimeError):  # a GPU may be full
             rate = machine.matmul_rate(self.run.device, self.run.amp_dtype)
-            self.matmul_rate = max(self.matmul_rate, rate * parallel.WORLD_SIZE)
+            self.matmul_rate = max(self.matmul_rate, rate * self.run.world_size)
         speed, mfu = self.throughput()
-        self.say(
+        say(
             f"{state.step:,} steps, {state.skipped} of them skipped; "
             f"{state.row * self.run.rows.seq_len:,} tokens, "
             f"{state.row / len(self.run.rows):.2f} epochs; {speed:,.0f} tokens/s, MFU {mfu:.0%}; "
             f"{clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
         )
-        self.say(
+        say(
             f"held-out loss {losses['val_loss_15']:.4f} at 15 % masked, "
             f"{losses['val_loss_25']:.4f} at 25 %; "
             f"{losses['val_nats_per_char']:.4f} nats per character"
         )
         for sentence in self.sentences:
             self.guess(sentence)
-        self.say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
+        say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
 
 
 def plot(folder):

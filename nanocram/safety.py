@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 def write_beside(path, write):
     """Call write(temporary path), fsync, rename to path: a reader finds the old file or the new."""
+    path = path.resolve()  # of a link, the file on the other disk
     temporary = path.with_name(path.name + ".tmp")
     try:
         write(temporary)
@@ -33,13 +34,10 @@ def write_text(path, text):
 def lock(folder):
     """Lock a folder for this process until it ends or drops the result; exits if it is taken."""
     folder = Path(folder).resolve()  # whatever links lead to it
-    if not folder.name:
-        sys.exit(f"{folder} cannot be written as a folder of its own: choose another")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # beside the folder, which may be renamed, but inside of a mounted disk: what is beside it may
-    # be another container's. singleton: a notebook may start a second run
+    # beside the folder, which may be renamed, but inside of a disk, which containers may share
     place = folder if folder.is_mount() else folder.parent
-    held = FileLock(place / f".{folder.name}.lock", is_singleton=True)
+    held = FileLock(place / f".{folder.name}.lock", is_singleton=True)  # a notebook has several
     try:
         held.acquire(timeout=0)
     except Timeout:

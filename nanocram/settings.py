@@ -12,7 +12,6 @@ import contextlib
 import difflib
 import functools
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -28,9 +27,9 @@ def prepare_streams():
 
 @functools.cache
 def read_ranks():
-    """(rank, its number on this machine, number of ranks), as torchrun tells a process of its."""
+    """(rank, rank on this machine, number of ranks), from the variables that torchrun sets."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    there = {name: os.environ[name] for name in names if os.environ.get(name)}
+    there = {"LOCAL_RANK": "0"} | {name: os.environ[name] for name in names if os.environ.get(name)}
     if there.get("WORLD_SIZE", "1") == "1":
         if there.get("RANK", "0") != "0":  # left over from a batch system
             print(f"WARNING: RANK={there['RANK']} is ignored: there are no other ranks")
@@ -38,7 +37,7 @@ def read_ranks():
     for name in names:
         if name not in there or not (there[name].isdecimal() or name == "MASTER_ADDR"):
             said = f"WORLD_SIZE={there['WORLD_SIZE']}, but {name}={there.get(name, '')}"
-            sys.exit(f"{said}: start several processes by torchrun, or one after: unset WORLD_SIZE")
+            sys.exit(f"{said}: to start one process type unset WORLD_SIZE; several, use torchrun")
     return tuple(int(there[name]) for name in names[:3])
 
 
@@ -88,7 +87,7 @@ def find_settings(namespace):
 
 def run_recipe(path, values, defaults, script):
     """Run a recipe and take from it into values what this script has as a setting."""
-    found = [place for place in (Path(path), script.parent / path) if place.is_file()]
+    found = [place for place in (Path(path), script.parent / path) if place.exists()]
     if not found:
         sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")
     elsewhere = settings_of_all_scripts(script.parent)
@@ -108,13 +107,17 @@ def settings_of_all_scripts(folder):
     """{name: value} of what the scripts in a folder assign; None where it is no plain value."""
     found = {}
     for path in Path(folder).glob("*.py"):
-        source = path.read_text("utf-8-sig", "replace")
-        if "configure(" not in source:
-            continue
-        for name, value in re.findall(r"^([a-z][a-z\d_]*) = (.*)", source, re.M):
-            found[name] = None
-            with contextlib.suppress(ValueError, SyntaxError):
-                found[name] = ast.literal_eval(value)
+        source = path.read_bytes()
+        nodes = []
+        with contextlib.suppress(SyntaxError):  # somebody's unfinished file
+            nodes = ast.parse(source).body if b"configure(" in source else []
+        for node in nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if name.islower():
+                    found[name] = None
+                    with contextlib.suppress(ValueError):
+                        found[name] = ast.literal_eval(node.value)
     return found
 
 

@@ -146,14 +146,15 @@ def started(*command, **environment):
         ({"RANK": "1"}, 0, "WARNING: RANK=1 is ignored"),  # left over from a batch system
         ({"RANK": ""}, 0, "The paper"),
         ({"RANK": "1", "WORLD_SIZE": "1"}, 0, "WARNING: RANK=1 is ignored"),
-        ({"WORLD_SIZE": "2"}, 1, "WORLD_SIZE=2, but RANK=: start several processes by torchrun"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, 1, "but LOCAL_RANK=x: start"),
+        ({"WORLD_SIZE": "2"}, 1, "WORLD_SIZE=2, but RANK=: to start one process type unset"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, 1, "but LOCAL_RANK=x: to start one"),
     ],
 )
 def test_ranks_without_torchrun(environment, status, said):
     rc, printed = started("train.py", "--help", **environment)
     assert rc == status and said in printed and "Traceback" not in printed
     assert (rc == 0) == ("budget_hours = 24.0" in printed)
+    assert started("finetune_glue.py", "--help", **environment)[0] == 0  # it has no use for them
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

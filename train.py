@@ -547,8 +547,7 @@ def save(run, log):
     run.saved_at = now()
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     try:
-        # how long this save takes is not known yet
-        run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")
+        run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
         with shown(run):
             model_folder.save(run.model, log.folder)
@@ -626,8 +625,7 @@ def main():
     lock = safety.lock(out_dir) if master_process else None  # one writer a folder
     run = Run(train_rows, meta, tokenizer, dev, amp_dtype)
     ckpt = Path(out_dir) / "ckpt.pt"
-    _, is_there = parallel.agree(0.0, ckpt.exists())
-    if init == "resume" or (init == "auto" and is_there):
+    if init == "resume" or (init == "auto" and parallel.agree(0.0, ckpt.exists())[1]):
         checkpoint.load(run, ckpt, optimizer)
         run.saved_step = run.state.step
     state = run.state

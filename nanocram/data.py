@@ -25,7 +25,7 @@ def load_meta(folder, **wanted):
     folder = Path(folder)
     again = f"run python prepare.py {shlex.quote(f'--data_dir={folder}')} (and your recipe)"
     if not (folder / "meta.json").exists():
-        sys.exit(f"{folder / 'meta.json'} not found: {again}")
+        sys.exit(f"{folder.absolute() / 'meta.json'} not found: {again}")
     meta = json.loads((folder / "meta.json").read_text("utf-8"))
     for name, value in wanted.items():
         if meta[name] != value:

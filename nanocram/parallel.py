@@ -8,6 +8,7 @@ are summed once a step: N ranks learn what one would. This is not DistributedDat
 at the start of a batch ramp there may be fewer micro-batches than ranks.
 """
 
+import os
 import sys
 from datetime import timedelta
 
@@ -34,8 +35,11 @@ def join(device):
     from torch.distributed.nn import functional  # noqa: F401
 
     # The others wait in the next sum while rank 0 evaluates and saves.
-    timeout = timedelta(hours=1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timeout)
+    how = {"rank": RANK, "world_size": WORLD_SIZE, "timeout": timedelta(hours=1)}
+    # Behind a restart torchrun's store still has the addresses of the processes before it.
+    store, *_ = next(dist.rendezvous("env://", timeout=how["timeout"]))
+    how["store"] = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", **how)
 
 
 def leave():

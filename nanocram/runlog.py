@@ -34,8 +34,7 @@ def read_facts(folder):
 
 
 def new_folder(folder):
-    """Make a folder for a new run. An earlier run in it is moved aside, anything else refused; one
-    that was killed before its first save goes on as a new one."""
+    """Make a folder for a new run. An earlier one is moved aside, if it ever saved anything."""
     folder.mkdir(parents=True, exist_ok=True)
     begun = ("run.json", "tokenizer.json", "tokenizer_config.json", "log.csv", "ckpt.pt")
     names = {path.name for path in folder.iterdir()} - {f".{folder.name}.lock", "lost+found"}

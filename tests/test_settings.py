@@ -146,8 +146,8 @@ def started(*command, **environment):
         ({"RANK": "1"}, 0, "WARNING: RANK=1 is ignored"),  # left over from a batch system
         ({"RANK": ""}, 0, "The paper"),
         ({"RANK": "1", "WORLD_SIZE": "1"}, 0, "WARNING: RANK=1 is ignored"),
-        ({"WORLD_SIZE": "2"}, 1, "WORLD_SIZE=2, but RANK=: to start one process type unset"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, 1, "but LOCAL_RANK=x: to start one"),
+        ({"WORLD_SIZE": "2"}, 1, "WORLD_SIZE is set, but RANK is not set: for one process"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, 1, "but LOCAL_RANK is x: for one"),
     ],
 )
 def test_ranks_without_torchrun(environment, status, said):

@@ -170,8 +170,7 @@ class State:
     logged: int = -1  # step of the last line in log.csv
     sums: dict = field(default_factory=dict)  # {name: (steps, sum over them)} since that line
     elapsed: float = 0.0  # seconds of the budget that were used up at the save
-    # seconds of the last three of a kind; until there are three, with an estimate
-    recent: dict = field(default_factory=lambda: {"step": [0.0], "eval": [0.0], "save": [0.0]})
+    recent: dict = field(default_factory=dict)  # {"step", "eval", "save": seconds of the last 3}
     setup_seconds: float = 0.0  # compiling, and finding micro_batch; over all resumes
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
@@ -208,12 +207,12 @@ class Clock:
         if usual and seconds > 10 + 10 * usual and not max_steps:
             said = f"a {kind} took {seconds:,.0f} s of the budget"
             runlog.say(f"WARNING: {said}; --init=resume with a larger budget makes up for it")
-        self.state.recent[kind] = [*self.state.recent[kind][-2:], seconds]
+        self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
 
     def forecast(self, kind):
         """Seconds of the next one: the least of the last three, since a machine that slept or a
         disk that stalled says nothing of what is to come."""
-        return min(self.state.recent[kind])
+        return min(self.state.recent.get(kind, [0.0]))
 
     def reserve(self):
         """Seconds to keep for the end: an evaluation, a save, the step that may be under way."""
@@ -536,8 +535,9 @@ def should_save(run):
     minutes = (now() - run.saved_at) / 60
     due = updates <= 1 or 0 < checkpoint_minutes <= minutes
     is_new = state.step > run.saved_step
-    was_skipped = state.consecutive_skips > 0
-    return due and is_new and not was_skipped and run.clock.has_room_for("save")
+    # the first save may have been a stall: take a second one in any case
+    has_room = len(state.recent.get("save", [])) == 1 or run.clock.has_room_for("save")
+    return due and is_new and not state.consecutive_skips and has_room
 
 
 def save(run, log):

@@ -323,7 +323,7 @@ def test_a_resume_gets_back_no_second_of_a_save(train, setting, monkeypatch):
     run.clock = module.Clock(run.state)
     write = module.checkpoint.save
     monkeypatch.setattr(module.checkpoint, "save", lambda *what: time.sleep(0.4) or write(*what))
-    for _ in range(4):  # the last one knows how long the others took
+    for _ in range(2):  # the second one knows how long the first one took
         with run.clock.timed("save"):
             assert module.save(run, log)
         used = run.clock.elapsed()
@@ -362,7 +362,7 @@ def test_the_reserve_is_kept_for_the_last_evaluation_and_save(train, setting, mo
     state, clock = run.state, run.clock
     stop_clock(monkeypatch, run, 44.0)
     assert clock.progress() == pytest.approx(0.44)
-    state.recent |= {"eval": [8.0], "save": [2.0]}
+    state.recent |= {"eval": [8.0], "save": [2.0, 2.0]}
     assert clock.progress() == pytest.approx(44 / 88)
     state.setup_seconds = 28.0  # of the budget, but the schedule begins after it
     assert clock.progress() == pytest.approx(16 / 60)
@@ -412,8 +412,8 @@ def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys
     last = runlog.read_log(train.out_dir)[-1]
     assert 585 < last["elapsed_s"] <= 600 and last["lr"] < 0.05
     said = re.findall(r"WARNING: a (\w+) took (\d+) s", capsys.readouterr().out)
-    # how long a save takes is known after three
-    assert said == [(kind, f"{usual[kind] + 200:.0f}")] * (kind != "save" or number == 3)
+    # how long the first save takes nobody knows before
+    assert said == [(kind, f"{usual[kind] + 200:.0f}")] * (kind != "save" or number > 0)
 
 
 def test_a_hiccup_while_it_compiles_is_no_forecast(train, setting, monkeypatch):

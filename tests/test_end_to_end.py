@@ -185,16 +185,16 @@ def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, 
     there = shutil.copytree(finished[0], tmp_path / "disk/out")
     out = tmp_path / "out"
     out.symlink_to(there)
-    seconds = 12
+    seconds = 9
     settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out, "dtype": "auto"}
     settings |= {"budget_hours": seconds / 3600, "log_every": 1}
     flags = [f"--{name}={value}" for name, value in settings.items()]
     run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags])
     while run.poll() is None and not (tmp_path / "disk/out.1").exists():
         time.sleep(0.02)
-    time.sleep(4)
+    time.sleep(3)
     run.send_signal(signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(3)
     run.send_signal(signal.SIGCONT)
     assert run.wait(60) == 0
     assert out.readlink() == there

@@ -210,8 +210,7 @@ class Clock:
         self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
 
     def forecast(self, kind):
-        """Seconds of the next one: the least of the last three, since a machine that slept or a
-        disk that stalled says nothing of what is to come."""
+        """Seconds of the next one: the least of the last three, since a stall is no forecast."""
         return min(self.state.recent.get(kind, [0.0]))
 
     def reserve(self):
@@ -638,7 +637,7 @@ def main():
     pass_seconds, eval_seconds = compile_and_fit(run, held_out_rows)
     held_out_sets = held_out(held_out_rows, run.micro_batch)
     state.setup_seconds += now() - t0
-    # until a step and an evaluation are measured
+    # forecasts, until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
     state.recent["step"] = [pass_seconds * passes]
     state.recent["eval"] = [eval_seconds * sum(map(len, held_out_sets.values()))]

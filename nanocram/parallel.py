@@ -36,9 +36,10 @@ def join(device):
 
     # The others wait in the next sum while rank 0 evaluates and saves.
     how = {"rank": RANK, "world_size": WORLD_SIZE, "timeout": timedelta(hours=1)}
-    # Behind a restart torchrun's store still has the addresses of the processes before it.
-    store, *_ = next(dist.rendezvous("env://", timeout=how["timeout"]))
-    how["store"] = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    # behind a restart torchrun's store has old addresses; machines share no count of restarts
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(WORLD_SIZE):
+        store, *_ = next(dist.rendezvous("env://", timeout=how["timeout"]))
+        how["store"] = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", **how)
 
 

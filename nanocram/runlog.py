@@ -148,8 +148,8 @@ class Log:
         self.write_facts(run.micro_batch)
         copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
         # a resumed run forgets the lines after its checkpoint
-        old = read_log(self.folder) if is_resumed else []
-        self.lines = [line for line in old if line["step"] <= run.state.step]
+        last = run.state.step if is_resumed else -1
+        self.lines = [line for line in read_log(self.folder) if line["step"] <= last]
         write_log(self.folder, self.lines)
         if is_resumed:
             print(f"resumed at step {run.state.step:,}, after {run.state.elapsed / 60:.1f} minutes")

@@ -406,8 +406,7 @@ def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys
         return dict.fromkeys(("val_loss_15", "val_loss_25", "val_nats_per_char"), 1.0)
 
     monkeypatch.setattr(module, "compile_and_fit", lambda *what: (1.0, 1.0))
-    for work in (step, save, evaluate):
-        monkeypatch.setattr(module, work.__name__.replace("step", "train_step"), work)
+    put(monkeypatch, module, train_step=step, save=save, evaluate=evaluate)
     module.main()
     last = runlog.read_log(train.out_dir)[-1]
     assert 585 < last["elapsed_s"] <= 600 and last["lr"] < 0.05
@@ -420,7 +419,8 @@ def test_a_hiccup_while_it_compiles_is_no_forecast(train, setting, monkeypatch):
     """Of whichever pass."""
     run, rows = new_run(), torch.randint(4, 600, (24, 128))
     timed = machine.timed
-    for held_up in range(n := len(module.row_shapes()) + 5):
+    n = len(module.row_shapes()) + 5  # passes, of which two and three are for the estimates
+    for held_up in range(n):
         hiccups = iter([50 * (i == held_up) for i in range(n)])
 
         def with_hiccup(*what, hiccups=hiccups):

@@ -19,8 +19,7 @@ from nanocram.settings import configure
 
 # fmt: off
 compare = False            # also measure transformers' ModernBERT, at the same sizes
-profile = False            # also print the dearest operators, and write a trace of three steps
-trace = "out/trace.json"   # for chrome://tracing or ui.perfetto.dev
+profile = False            # also print the dearest operators of three steps
 bench_steps = 20           # optimiser steps to measure, after the warm-up
 # fmt: on
 
@@ -116,33 +115,6 @@ def measure_speed(run):
         f"MFU          {flops / limit:.1%} of {limit / 1e12:.3g} TFLOP/s, a large product's here; "
         f"at {n_rows} rows a step (a full batch has {full_batch})"
     )
-    promised = machine.datasheet_rate(machine.device_name(dev))
-    if promised and run.amp_dtype != torch.float32:
-        print(f"             {flops / promised:.1%} of the datasheet's {promised / 1e12:.0f}")
-
-
-def measure_parts(run):
-    """Print where the time of a step of one micro-batch goes, each part waited for.
-
-    The update is what a whole step takes beyond the other parts."""
-    ms = {"data": [], "forward": [], "backward": [], "update": []}
-
-    def timed(work, *args):
-        seconds, result = machine.timed(run.device, work, *args)
-        return 1e3 * seconds, result
-
-    for i in range(bench_steps):
-        first_row = run.state.row + (i + 1) * run.micro_batch
-        data, batch = timed(train.masked_batch, run, first_row, train.row_shape(MIDDLE))
-        forward, sums = timed(run.loss_fn, *batch)
-        backward, _ = timed(run.scaler.scale(sums["loss"]).backward)
-        run.model.zero_grad()
-        step, _ = timed(step_of, run, 1)
-        update = max(0.0, step - data - forward - backward)
-        for part, value in zip(ms, (data, forward, backward, update), strict=True):
-            ms[part].append(value)
-    parts = ", ".join(f"{part} {median_and_range(values, '.3g')}" for part, values in ms.items())
-    print(f"time in ms   {parts}; {run.micro_batch} rows")
 
 
 def print_memory(run):
@@ -158,12 +130,10 @@ def print_memory(run):
 
 
 def print_dearest(run):
-    """Print the ten operators that three steps spend most of their time in; write the trace."""
+    """Print the ten operators that three steps spend most of their time in."""
     with torch.profiler.profile() as profiler:
         for _ in range(3):
             step_of(run, 1)
-    Path(trace).absolute().parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(trace)
     events = profiler.key_averages()
     order = "self_cpu_time_total"
     # of a GPU the kernels: the operators that started them carry the same time once more
@@ -172,7 +142,6 @@ def print_dearest(run):
     if kernels:  # containers often deny to count them
         events, order = type(events)(kernels), "self_device_time_total"
     print(events.table(sort_by=order, row_limit=10, max_name_column_width=50))
-    print(f"the trace is in {trace}")
 
 
 def make_step(model, loss_fn):
@@ -248,7 +217,6 @@ def main():
     n_params = sum(p.numel() for p in run.model.parameters())
     print(f"model        {n_params:,} parameters, {run.flops_per_token / 1e6:,.2f} MFLOP a token")
     measure_speed(run)
-    measure_parts(run)
     print_memory(run)
     if run.state.skipped:
         print(f"WARNING: {run.state.skipped} steps had no finite gradient: lower the learning rate")

@@ -3,14 +3,10 @@
     python finetune_glue.py --model=out/fineweb                         # eight tasks, from the Hub
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
     python finetune_glue.py --model=out/fineweb --baseline=scratch      # its pre-training's worth
-    for s in 0 1 2 3 4; do
-      python finetune_glue.py --model=out/fineweb --seeds=1 --first_seed=$s &
-    done; wait                                                          # five at once, on a GPU
 
 The protocol is that of arXiv 2212.14034, section 5; docs/how_it_works.md says where it is not. The
 model's folder gets glue.jsonl, a line for each fine-tuning, and glue.md, the table. Rerun the
-command to continue after a stop. Steps this small leave a GPU waiting, so there several processes
-share out the seeds; on a CPU they would fight for the cores.
+command to continue after a stop. On a GPU several processes can share out the seeds (README.md).
 """
 
 import hashlib
@@ -24,7 +20,7 @@ from nanocram.settings import configure
 
 # fmt: off
 model = "out/fineweb"      # folder of a run of train.py; the results go there too
-glue_dir = ""              # folder of the official files (CoLA/train.tsv, perhaps .gz); '' = Hub
+glue_dir = ""              # folder of the official files (CoLA/train.tsv); '' = Hub
 tasks = "cola,sst2,mrpc,stsb,qqp,mnli,qnli,rte"  # wnli, which the paper leaves out, can be named
 seeds = 5                  # fine-tunings of each task: fresh layers, dropout, order of rows differ
 first_seed = 0             # number of the first one: other processes may do others, for one table

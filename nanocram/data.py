@@ -1,7 +1,6 @@
 """Rows of tokens to batches: masked ones for pre-training, ragged ones for fine-tuning.
 
     python -c "from nanocram import data; print(data.load_meta('data/tiny')['counts'])"
-    python -c "import numpy as np; print(np.fromfile('data/tiny/train.bin', 'u2').reshape(-1, 128))"
 
 A .bin file is a bare array of uint16, shape (rows, seq_len); meta.json beside it says what it is.
 """
@@ -128,23 +127,6 @@ def fill_masks(model, tokenizer, sentence, device="cpu"):
     top = logits[0, 0].float().softmax(-1).topk(3)
     words = [tokenizer.decode([i]).strip() for i in top.indices.tolist()]
     return list(zip(words, top.values.tolist(), strict=True))
-
-
-@torch.no_grad()
-def log_likelihoods(model, sentences, device="cpu"):
-    """The pseudo-log-likelihood in nats, (N,), of N sentences, each a list of ids: each token is
-    masked in turn, and the log-probabilities of the true ones add up (arXiv 1910.14659)."""
-    model.eval()
-    total = torch.zeros(len(sentences))
-    for length in {len(ids) for ids in sentences}:  # rows of one length need no padding
-        chosen = [i for i, ids in enumerate(sentences) if len(ids) == length]
-        ids = torch.tensor([[CLS, *sentences[i], SEP] for i in chosen], device=device)
-        ids = ids.repeat_interleave(length, dim=0)  # a row for each token to be masked
-        positions = torch.arange(1, length + 1, device=device).repeat(len(chosen))[:, None]
-        logits = model(ids.scatter(1, positions, MASK), positions)[:, 0]
-        nats = logits.float().log_softmax(-1).gather(1, ids.gather(1, positions))
-        total[chosen] = nats.view(-1, length).sum(1).cpu()
-    return total
 
 
 class Ragged:

@@ -1,12 +1,6 @@
-"""The GLUE benchmark (arXiv 1804.07461): tasks, files, metrics, the store of results, tables.
-
-    python -c "from nanocram import glue; print(glue.read('rte', 'dev', 'path/to/GLUE')[0][:2])"
-
-An official download is a folder with TASK/train.tsv and so on.
-"""
+"""The GLUE benchmark (arXiv 1804.07461): tasks, files, metrics, the store of results, tables."""
 
 import csv
-import gzip
 import json
 import math
 import sys
@@ -94,11 +88,9 @@ def read(name, split, glue_dir):
 
 
 def read_tsv(name, split, glue_dir):
-    """read() from an official file, plain or gzipped: columns between tabs, nothing is quoted."""
+    """read() from an official file: columns between tabs, nothing is quoted."""
     task = TASKS[name]
     path = Path(glue_dir) / task.folder / f"{split}.tsv"
-    if not path.exists():
-        path = path.with_name(f"{split}.tsv.gz")
     if not path.exists():
         missing = f"{glue_dir}/{task.folder}/{split}.tsv not found"
         other = "name another --glue_dir ('' is the Hub)"
@@ -108,8 +100,7 @@ def read_tsv(name, split, glue_dir):
     header = ["source", "label", "mark", "sentence"] if is_bare else None
     number_of = {label: i for i, label in enumerate(task.labels)}
     texts, labels = [], []
-    open_text = gzip.open if path.suffix == ".gz" else open
-    with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as f:
+    with open(path, encoding="utf-8-sig", newline="\n") as f:
         rows = csv.DictReader(f, header, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
             for row in rows:
@@ -122,7 +113,7 @@ def read_tsv(name, split, glue_dir):
                 labels.append(number_of[label] if task.labels else float(label))
                 if not 0 <= labels[-1] <= 5:  # STS-B's scores; numbers of classes are below 3
                     raise ValueError(f"no score is {label}")
-        except (OSError, EOFError, ValueError, LookupError, csv.Error) as e:
+        except (OSError, ValueError, LookupError, csv.Error) as e:
             sys.exit(f"{path}, line {rows.line_num} ({e!r:.80}): fetch the official file")
     return texts, labels
 

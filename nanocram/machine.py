@@ -1,7 +1,4 @@
-"""What this machine is: device and precision, how fast it multiplies matrices, versions.
-
-python -c "from nanocram import machine; print(machine.pick('auto', 'auto'))"
-"""
+"""What this machine is: device and precision, how fast it multiplies matrices, versions."""
 
 import contextlib
 import ctypes
@@ -15,14 +12,6 @@ import time
 from pathlib import Path
 
 import torch
-
-# Dense bf16 products (fp16 where a card has no bf16) in TFLOP/s, by the vendors' data sheets.
-# fmt: off
-DATASHEET = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L4": 121,
-    "A10": 125, "A6000": 155, "5090": 210, "4090": 165, "3090": 71, "V100": 125, "T4": 65,
-}
-# fmt: on
 
 
 def pick(device, dtype):
@@ -101,14 +90,6 @@ def matmul_rate(device, dtype):
     a = torch.randn(n, n, device=device).to(dtype)
     seconds = [timed(device, lambda: [a @ a for _ in range(repeats)])[0] for _ in range(5)]
     return 2 * n**3 * repeats / min(seconds)
-
-
-def datasheet_rate(name):
-    """FLOP/s that the vendor promises for the card of that name; 0 if it is not in the table."""
-    for card, teraflops in DATASHEET.items():
-        if set(card.split()) <= set(name.split()):
-            return 1e12 * teraflops
-    return 0.0
 
 
 def device_name(device):

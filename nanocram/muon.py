@@ -1,7 +1,5 @@
 """Muon (kellerjordan.github.io/posts/muon): momentum, and updates made nearly orthogonal.
 
-    python -m pytest tests/test_muon.py      # beside torch.optim.Muon
-
 torch.optim.Muon takes one matrix after the other: with small ones the time goes into calls, not
 into multiplying. Here all matrices of a shape go through each product together, which took 9
 instead of 18 ms a step at 1M parameters.

@@ -1,8 +1,5 @@
 """A script's lower-case globals are its settings. Recipes and flags change them, in order.
 
-    python train.py config/tiny.py --budget_hours=0.1 --seed=2
-    python train.py --help
-
 A recipe is a Python file that is run with the settings as its names, as in nanoGPT. One recipe
 serves all scripts: each takes the settings it has. A name with _ in front is the recipe's own.
 """
@@ -12,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -107,17 +105,12 @@ def settings_of_all_scripts(folder):
     """{name: value} of what the scripts in a folder assign; None where it is no plain value."""
     found = {}
     for path in Path(folder).glob("*.py"):
-        source = path.read_bytes()
-        nodes = []
-        with contextlib.suppress(SyntaxError):  # somebody's unfinished file
-            nodes = ast.parse(source).body if b"configure(" in source else []
-        for node in nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                name = node.targets[0].id
-                if name.islower():
-                    found[name] = None
-                    with contextlib.suppress(ValueError):
-                        found[name] = ast.literal_eval(node.value)
+        source = path.read_text("utf-8", "replace")
+        lines = re.findall(r"^([a-z]\w*) = (.+?)(?:  #.*)?$", source, re.MULTILINE)
+        for name, value in lines if "configure(" in source else []:
+            found[name] = None
+            with contextlib.suppress(ValueError, SyntaxError):
+                found[name] = ast.literal_eval(value)
     return found
 
 

@@ -1,7 +1,6 @@
 """bench.py: what it prints follows from what it measures, and its rivals compute one loss."""
 
 import functools
-import json
 import re
 
 import pytest
@@ -42,19 +41,15 @@ def test_rivals_compute_the_same_loss(small):
     assert len(rivals) == 3
 
 
-def test_the_whole_report(small, monkeypatch, capsys, tmp_path):
+def test_the_whole_report(small, monkeypatch, capsys):
     # torch.compile without inductor
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    trace = tmp_path / "a" / "trace.json"
     put(monkeypatch, small, compile=True, data_dir="nowhere", max_steps=3)  # fewer than it takes
-    put(monkeypatch, bench, compare=True, profile=True, trace=str(trace))
+    put(monkeypatch, bench, compare=True, profile=True)
     bench.main()
     text = capsys.readouterr().out
     assert "random tokens" in text and "WARNING" not in text and "# of Calls" in text
     assert number(r"memory +([\d.]+) GiB", text) > 0.05
-    assert json.loads(trace.read_text())["traceEvents"]
-    for part in ("data", "forward", "backward", "update"):
-        assert number(rf"{part} ([\d.]+)", text) >= 0
 
     # MFU follows from the speed, and so does the comparison
     flops = number(r"tokens/s +([\d,]+)", text) * number(r"([\d.,]+) MFLOP a token", text) * 1e6

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL_MODEL, script
+from conftest import ROOT, SMALL_MODEL
 from forked import SCRIPT, Server
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,11 +48,11 @@ def table_cells(text):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
-def test_seeds_are_one_line_and_the_first_line_is_the_measure(runs):
+def test_seeds_are_one_line_and_the_first_line_is_the_measure(runs, monkeypatch, capsys):
     names = [str(runs / name) for name in ("muon.0", "adamw", "muon.1")]
-    done = script("results/compare.py", *names)
-    assert done.returncode == 0, done.stdout
-    muon, adamw = table_cells(done.stdout)
+    monkeypatch.setattr(sys, "argv", ["compare.py", *names])
+    compare.main()
+    muon, adamw = table_cells(capsys.readouterr().out)
     assert table_cells((runs / "compare.md").read_text()) == [muon, adamw]
     assert (runs / "compare.png").read_bytes()[:4] == b"\x89PNG"
     assert (muon[0], adamw[0]) == (f"{names[0]}, 2 seeds", names[1])

@@ -3,15 +3,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import any_words, model_config, put
+from conftest import any_words, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train as module
-from model import MaskedLM
-from nanocram.data import IGNORE, Rows, held_out, load_meta, log_likelihoods
+from nanocram.data import IGNORE, Rows, held_out, load_meta
 from nanocram.runlog import read_log
-from nanocram.tokenizer import CLS, MASK, SEP
+from nanocram.tokenizer import CLS, MASK
 
 
 def some_rows(n, T, vocab=1000):
@@ -34,24 +33,6 @@ def test_masks_are_what_they_claim(B, T, data):
         assert torch.equal(labels[b], rows[b, positions[b]])
         wanted[b, positions[b]] = MASK
     assert torch.equal(ids, wanted)
-
-
-def test_each_token_is_masked_in_turn():
-    """In the likelihood of a sentence, which is the sum over its tokens."""
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=90, max_seq_len=40, n_layer=2, n_head=2, n_embd=32, n_inner=24)
-    model = MaskedLM(model_config(**sizes, zero_init=False, dropout=0.5))
-    sentences = [[5, 6, 7], [8, 9], [7, 6, 5], [10]]
-    found, wanted = log_likelihoods(model, sentences), []
-    model.eval()
-    for tokens in sentences:
-        nats = 0.0
-        for i, token in enumerate(tokens):
-            hidden = [*tokens[:i], MASK, *tokens[i + 1 :]]
-            logits = model(torch.tensor([[CLS, *hidden, SEP]]))[:, i + 1]
-            nats -= torch.nn.functional.cross_entropy(logits, torch.tensor([token])).item()
-        wanted.append(nats)
-    assert found.tolist() == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("batch", [3, 64])

@@ -45,6 +45,7 @@ documents = "paragraphs"              # of a .txt: paragraphs (a blank line ends
 # text to tokens
 # ascii: lower case, no accents (paper) | plain: any script | none: as it is, line breaks too
 normalisation = "ascii"
+tokenizer = ""                        # a data or model folder with the vocabulary; '' = train one
 vocab_size = 32768                    # entries of the byte-level BPE, 4 special; 260 = bytes alone
 vocab_sample_mb = 100                 # million characters to train it on, shared by the sources
 # tokens to rows
@@ -159,8 +160,9 @@ def filter_threshold():
 
 
 def make_vocabulary(parts, folder):
-    """Train it on parts, one of each source; exit where the settings do not suit the text."""
-    print(f"training a vocabulary of {vocab_size} entries, from {vocab_sample_mb} MB at most")
+    """Train it on parts, one of each source, or copy it; exit where it does not suit the text."""
+    how = f"is that of {tokenizer}" if tokenizer else f"is made of {vocab_sample_mb} MB at most"
+    print(f"the vocabulary, {vocab_size} entries, {how}")
     sample = []
     for files in parts:
         left = vocab_sample_mb * 1e6 / len(parts)
@@ -178,8 +180,12 @@ def make_vocabulary(parts, folder):
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
     if normalisation == "ascii":
         check_normalisation(begins)
-    to_train_on = (text for text in sample if not is_held_out(text))
-    train_tokenizer(to_train_on, vocab_size, normalisation, folder)
+    if tokenizer:
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            safety.write_text(folder / name, (Path(tokenizer) / name).read_text("utf-8"))
+    else:
+        to_train_on = (text for text in sample if not is_held_out(text))
+        train_tokenizer(to_train_on, vocab_size, normalisation, folder)
     if filter_ratio < 0 and filter_threshold():
         check_filter(begins, folder / "tokenizer.json")
 
@@ -198,9 +204,9 @@ def check_normalisation(texts):
 
 def check_filter(texts, path):
     """Exit where the paper's filter would drop most of some texts; of English prose it is 6 %."""
-    tokenizer = Tokenizer(path)
-    normal = [normalise(text, tokenizer.mode) for text in texts]
-    ratios = [len(tokenizer.encode_normal(text)) / max(1, len(text)) for text in normal]
+    vocabulary = Tokenizer(path)
+    normal = [normalise(text, vocabulary.mode) for text in texts]
+    ratios = [len(vocabulary.encode_normal(text)) / max(1, len(text)) for text in normal]
     dropped = np.mean(np.array(ratios) >= filter_threshold())
     if dropped > 0.5:
         path.unlink()
@@ -265,7 +271,7 @@ def process_part(number, files, folder, pause=0.0):
     for ending, size in ((".train", 2 * seq_len * n_rows), (".val", 2 * count["val_tokens"])):
         with open(f"{stem}{ending}", "ab") as f:
             f.truncate(size)  # what came after the last state
-    tokenizer = Tokenizer(folder / "tokenizer.json")
+    vocabulary = Tokenizer(folder / "tokenizer.json")
     threshold = filter_threshold()
     limit = max_tokens if files[0][0].startswith(HUB) else 0
     kept, held_out, n_kept = [], [], 0
@@ -273,8 +279,8 @@ def process_part(number, files, folder, pause=0.0):
     for text, position in texts_from(files, state):
         if limit and count["tokens"] >= limit:
             break
-        normal = normalise(text, tokenizer.mode)
-        ids = np.append(tokenizer.encode_normal(normal), np.uint16(SEP))
+        normal = normalise(text, vocabulary.mode)
+        ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
         count["read"] += 1
         count["not_utf8"] += "\ufffd" in text
         if len(ids) == 1:
@@ -294,24 +300,24 @@ def process_part(number, files, folder, pause=0.0):
             count["characters"] += len(normal)
 
         if n_kept >= CHUNK:
-            write_chunk(stem, number, tokenizer, kept, held_out, state, count)
+            write_chunk(stem, number, vocabulary, kept, held_out, state, count)
             kept, held_out, n_kept = [], [], 0
         progress[number] = 4 * count["tokens"] if limit else position  # see size_of()
 
     if "error" not in state:
         state["done"] = True
-        write_chunk(stem, number, tokenizer, kept, held_out, state, count)
+        write_chunk(stem, number, vocabulary, kept, held_out, state, count)
         progress[number] = size_of(files)
     return state
 
 
-def write_chunk(stem, number, tokenizer, kept, held_out, state, count):
+def write_chunk(stem, number, vocabulary, kept, held_out, state, count):
     """Append a chunk's rows and the held-out ids to a part's files, then write its state."""
     rows = in_rows(kept)
     np.random.default_rng([number, len(state["chunks"])]).shuffle(rows)
     stops = np.zeros(len(rows), np.int64)
     if order == "curriculum":  # it counts "." alone, as the paper's code: no "?", no '."'
-        stops = (rows == tokenizer.encoding.encode_single_token(".")).sum(axis=1)
+        stops = (rows == vocabulary.encoding.encode_single_token(".")).sum(axis=1)
         rows = rows[np.argsort(-stops, kind="stable")]
     for ending, array in ((".train", rows), (".val", np.concatenate([NO_IDS, *held_out]))):
         with open(f"{stem}{ending}", "ab") as f:
@@ -464,8 +470,9 @@ def finish(states, folder, goal, settings):
 
 
 def differences(have, wanted):
-    """The settings that both have, and that differ; one that a fork has added is not looked at."""
-    names = [name for name in have if name in wanted and have[name] != wanted[name]]
+    """The settings that differ; one that is newer than have had its default then."""
+    have = SETTINGS | have
+    names = [name for name in wanted if have[name] != wanted[name]]
     return ", ".join(f"{name}={have[name]!r:.60}" for name in names)
 
 
@@ -514,11 +521,28 @@ def check_settings():
         sys.exit(f"val_share={val_share} cannot work: it must be above 0, and 0.5 at most")
 
 
+def adopt_vocabulary():
+    """Set normalisation and vocab_size to those of tokenizer's; return its checksum."""
+    path = Path(tokenizer) / "tokenizer.json"
+    theirs = Tokenizer(path)
+    for name, value in (("normalisation", theirs.mode), ("vocab_size", theirs.vocab_size)):
+        if globals()[name] not in (value, SETTINGS[name]):
+            sys.exit(f"{name}={globals()[name]}, but {path} has {value}: type --{name}={value}")
+        if globals()[name] != value:
+            print(f"{name} = {value!r}  (of {tokenizer})")
+        globals()[name] = value
+    return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
 def next_command(tokens):
     """The command that trains a model of a size for so many tokens."""
     flags = [f"--data_dir={data_dir}", f"--vocab_size={vocab_size}", f"--seq_len={seq_len}"]
+    out = Path(data_dir).name
+    if tokenizer and Path(tokenizer, "model.safetensors").exists():
+        flags[1] = f"--init={tokenizer}"
+        out = f"{Path(tokenizer).name}_{out}"
     flags += [f"--max_seq_len={seq_len}"] if seq_len > 512 else []
-    flags += [f"--out_dir=out/{Path(data_dir).name}"]
+    flags += [f"--out_dir=out/{out}"]
     sizes = [(5e6, "tiny"), (1e8, "small"), (5e8, "domain")]
     recipe = next((f" config/{name}.py" for most, name in sizes if tokens < most), "")
     return f"python train.py{recipe} {shlex.join(flags)}"
@@ -530,7 +554,9 @@ def main():
     files = find_files()
     if max_tokens and list(files.values()).count([]) > 1:
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
+    adopted = adopt_vocabulary() if tokenizer else ""
     settings = {name: globals()[name] for name in SETTINGS if name not in OTHER}
+    settings["tokenizer"] = adopted
     goal = Path(data_dir).resolve()  # what a link names
     lock = safety.lock(goal)
     folder = goal.with_name(f"{goal.name}.partial")

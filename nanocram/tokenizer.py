@@ -179,7 +179,7 @@ class Tokenizer:
             )
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
             what = f"not a tokenizer.json of prepare.py ({e!r:.80})"
-            sys.exit(f"{path} is {what}: prepare the data again")
+            sys.exit(f"{path} is {what}: name another folder, or prepare the data again")
         self.vocab_size = self.encoding.n_vocab
 
     def encode(self, text):

@@ -124,6 +124,24 @@ def test_rows_equal_a_second_implementation(data_dir, corpus):
         assert hashlib.sha256((data_dir / name).read_bytes()).hexdigest() == checksum
 
 
+def test_rows_by_a_vocabulary_that_is_there(tmp_path, data_dir, corpus, prepare):
+    """Its size and its normalisation are its own; the rows equal those that it was made with."""
+    begin = {"tokenizer": str(data_dir), "vocab_size": 32768}
+    meta = prepare(tmp_path / "again", corpus, **begin)
+    assert meta["vocab_size"] == 600 and same(tmp_path / "again", data_dir)
+    prepare(tmp_path / "longer", corpus, **begin, seq_len=300)
+    train, _ = train_and_held_out(documents_of(corpus), data_dir)
+    rows = rows_of(tmp_path / "longer", T=300)
+    assert as_set(rows) == as_set(np.array(rows_by_hand(train, 300), np.uint16))
+    slips = [({"vocab_size": 700}, "--vocab_size=600"), ({"normalisation": "none"}, "=ascii")]
+    for changed, message in slips:
+        with pytest.raises(SystemExit, match=f"type .*{message}"):
+            prepare(tmp_path / "x", corpus, **(begin | changed))
+    prepare(tmp_path / "again", corpus, **begin | {"tokenizer": f"{data_dir}/"})  # is finished
+    with pytest.raises(SystemExit, match="was made with tokenizer=''"):
+        prepare(data_dir, corpus, **begin)
+
+
 def write_kinds(folder, corpus):
     """The text of corpus as files of every kind, under their names."""
     texts = corpus.read_text().split("\n\n")
@@ -355,6 +373,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"source": "short.txt"}, "the text yields only"),
         ({"source": "single.txt"}, "held out of 1 documents (paragraphs): delete "),
         ({"vocab_size": 70000}, "vocab_size=70000 cannot work"),
+        ({"tokenizer": "mine"}, "mine/tokenizer.json is not a tokenizer.json of prepare.py"),
         ({"data_dir": "mine"}, "is not a new or an empty folder"),
         ({"data_dir": "strange"}, "was not written by prepare.py"),
     ],

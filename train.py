@@ -3,6 +3,7 @@
     python train.py --budget_hours=24                         # the whole job on one GPU
     python train.py config/tiny.py                            # three minutes on a CPU
     python train.py --budget_hours=24 --init=resume           # go on after a crash, or for longer
+    python train.py --init=out/day --data_dir=data/mine       # go on from a model, with other text
     torchrun --nproc_per_node=8 train.py --micro_batch=128    # a day on eight GPUs
 
 prepare.py writes data_dir. This script keeps out_dir current: log.csv, run.json, loss.png, ckpt.pt
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
@@ -26,7 +27,8 @@ from nanocram.settings import configure, read_ranks
 # the run
 data_dir = "data/fineweb"       # what prepare.py wrote
 out_dir = "out/fineweb"         # where everything goes; an earlier run in it is moved aside
-init = "scratch"                # scratch | resume: from out_dir/ckpt.pt | auto: resume if it exists
+# scratch | resume: from out_dir/ckpt.pt | auto: resume if it exists | a model folder: its weights
+init = "scratch"
 seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
@@ -87,10 +89,8 @@ eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per line of log.csv
 checkpoint_minutes = 10.0       # between checkpoints; 0 = only around step 1 and at the end
 wandb_project = ""              # log to this project of wandb.ai too (pip install wandb)
-samples = (                     # sentences to fill in, a | between two; '' = none
-    "the capital of france is [MASK].|she opened the [MASK] and read the letter."
-    "|water [MASK] at 100 degrees."
-)
+# sentences to fill in, a | between two; '' = none
+samples = "the capital of france is [MASK].|she opened the [MASK] and read the letter."
 # fmt: on
 
 if __name__ == "__main__" and read_ranks()[0]:
@@ -175,6 +175,8 @@ class State:
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     tensors: dict = field(default_factory=dict)  # a fork's own, such as a mean of the weights
+    longest_row: int = 0  # tokens of the longest rows in a step so far
+    began_from: dict = field(default_factory=dict)  # {"model": a folder, **its trained_on}
 
 
 def now():
@@ -432,6 +434,7 @@ def train_step(run, progress):
 
     state.step += 1
     state.row += n_rows
+    state.longest_row = max(state.longest_row, n_tokens)
     state.last = measured | rates | {"batch_size": n_rows, "mask_rate": n_predict / n_tokens}
 
 
@@ -524,6 +527,16 @@ def evaluate(run, held_out_sets):
     return losses
 
 
+def trained_on(run):
+    """What the weights have read, before the run too: an entry of config.json."""
+    before, state = run.state.began_from, run.state
+    return {
+        "sources": [*before.get("sources", []), run.meta["settings"]["source"]],
+        "tokens": before.get("tokens", 0) + state.row * seq_len,
+        "seq_len": max(before.get("seq_len", 0), state.longest_row),
+    }
+
+
 def should_save(run):
     """Whether to save now: at the start, to warn early of a folder that cannot be written; after
     the first step, when the optimisers have their states; then every checkpoint_minutes.
@@ -549,7 +562,7 @@ def save(run, log):
         run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
         with shown(run):
-            model_folder.save(run.model, log.folder)
+            model_folder.save(run.model, log.folder, trained_on=trained_on(run))
         runlog.plot(log.folder)
         runlog.write_card(log.folder)
     except (OSError, RuntimeError, ValueError) as e:
@@ -562,10 +575,54 @@ def save(run, log):
     return log_is_written
 
 
+def find_start(path):
+    """(whether the run resumes from path, the MaskedLM that it begins from or None), by init.
+
+    Exits if it cannot. The settings of the architecture become those of either."""
+    words = ("scratch", "resume", "auto")
+    begun = runlog.read_facts(out_dir).get("settings", {}).get("init", "scratch")
+    if init in ("resume", "auto") and begun not in words and not path.exists():
+        sys.exit(f"{out_dir} has no checkpoint yet: type --init={begun} again")
+    if init == "resume" or (init == "auto" and parallel.agree(0.0, path.exists())[1]):
+        config, began_from = checkpoint.read_config(path)
+        take_architecture(config, path, bool(began_from))
+        return True, None
+    if init in words:
+        return False, None
+
+    if Path(init).resolve() == Path(out_dir).resolve():
+        sys.exit(f"init={init} is out_dir: choose another --out_dir, or --init=resume")
+    try:
+        base = model_folder.load(init)
+        vocabulary = Path(init, "tokenizer.json").read_bytes()
+    except (ValueError, OSError) as e:
+        sys.exit(f"init must be {', '.join(words)} or a model folder: {e}")
+    ours = Path(data_dir, "tokenizer.json")
+    if not ours.exists() or ours.read_bytes() != vocabulary:
+        sys.exit(f"{data_dir} has no rows of {init}'s tokens: give prepare.py --tokenizer={init}")
+    if base.config.position_embedding != "learned":  # no table of weights ends there
+        base.config.max_seq_len = max(base.config.max_seq_len, seq_len)
+    take_architecture(asdict(base.config), init, True)
+    return False, base
+
+
+def take_architecture(config, path, is_bound):
+    """Set the settings that weights are bound to as config, the model's at path, has them.
+
+    A resume of a run from scratch, which is not bound, exits where they differ."""
+    newer = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
+    free = ("dropout", "zero_init")
+    config = {k: v for k, v in (newer | config).items() if k in SETTINGS and k not in free}
+    flags = [f"--{k}={v}" for k, v in config.items() if v != globals()[k]]
+    if flags and not is_bound:
+        sys.exit(f"{path} is of another model: to resume it, type {' '.join(flags)}")
+    if flags:
+        print(f"{' '.join(flags)}: taken from {path}")
+    globals().update(config)  # the one place that changes settings
+
+
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
-    if init not in ("scratch", "resume", "auto"):
-        sys.exit(f"init={init} is unknown: choose scratch, resume or auto")
     ranges = [
         (1, math.inf, "micro_batch eval_rows log_every"),
         (0, math.inf, "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip"),
@@ -613,6 +670,8 @@ def main():
     parallel.join(device)
     master_process = parallel.RANK == 0
     dev, amp_dtype = machine.pick(device, dtype)
+    ckpt = Path(out_dir) / "ckpt.pt"
+    resumes, base = find_start(ckpt)
     check_settings(dev)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
     train_rows = Rows(Path(data_dir) / "train.bin", seq_len, dev)
@@ -620,13 +679,16 @@ def main():
     held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
     tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
 
-    # the run: from scratch, or from its checkpoint
+    # the run: from scratch, from its checkpoint, or from the weights of another one
     lock = safety.lock(out_dir) if master_process else None  # one writer a folder
     run = Run(train_rows, meta, tokenizer, dev, amp_dtype)
-    ckpt = Path(out_dir) / "ckpt.pt"
-    if init == "resume" or (init == "auto" and parallel.agree(0.0, ckpt.exists())[1]):
-        checkpoint.load(run, ckpt, optimizer)
+    if resumes:
+        checkpoint.load(run, ckpt)
         run.saved_step = run.state.step
+    if base:
+        run.model.load_state_dict(base.state_dict())
+        run.state.began_from = {"model": init, **base.trained_on}
+        base = None  # free its memory
     state = run.state
     settings = {name: globals()[name] for name in SETTINGS}
     log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
@@ -675,7 +737,7 @@ def main():
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             sys.exit("torch compiles anew in each step: what changes in loss_fn must be a tensor")
         if master_process:
-            log.after_step(progress)
+            log.after_step(clock.progress())
         if state.consecutive_skips >= MAX_SKIPPED:
             said = f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}"
             sys.exit(f"{said}: lower the learning rate and type --init=resume")

@@ -11,6 +11,7 @@ worth? --pooling=cls reads [CLS] alone, not the mean of all tokens.
 
 import argparse
 import csv
+import math
 import os
 import random
 import sys
@@ -60,6 +61,18 @@ except (OSError, ValueError) as e:  # no such folder, or no architecture of tran
 model = Classifier.from_config(config)
 if not args.fresh:
     model = Classifier.from_pretrained(args.model, config=config)
+
+
+# say which texts are cut, and which reach positions that pre-training has not seen
+lengths = [len(tokenizer(text, verbose=False)["input_ids"]) for text, _ in train + dev]
+trained = getattr(config, "trained_on", {}).get("seq_len", math.inf)
+longest = tokenizer.model_max_length
+n_longer, n_cut = (sum(n > limit for n in lengths) for limit in (trained, longest))
+if n_longer and trained < longest and not args.fresh:
+    said = f"{args.model} has seen no rows so long: docs/own_text.md tells what helps"
+    print(f"{n_longer} of {len(lengths)} texts have more than {trained} tokens; {said}")
+if n_cut:
+    print(f"{n_cut} of {len(lengths)} texts have more than {longest} tokens, and are cut there")
 
 
 def encode(rows):

@@ -1,13 +1,11 @@
 """ckpt.pt: everything that a run needs to go on, in one dict that torch.load() reads.
 
-    python -c "import torch; print(torch.load('out/tiny/ckpt.pt', weights_only=True)['state'])"
-
 A new checkpoint replaces the old one only when it is whole.
 """
 
 import pickle
 import sys
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 
 import torch
 
@@ -43,13 +41,24 @@ def save(run, path, optimizer_name):
     write_beside(path, write)
 
 
-def load(run, path, optimizer_name):
-    """Restore a train.Run from path, except for its settings; exits if it does not fit."""
+def read_config(path):
+    """(configuration and "optimizer", State.began_from) of a checkpoint; exits if there is none."""
     if not path.exists():
         sys.exit(f"{path} not found: name the --out_dir of a run to resume, or drop --init=resume")
     try:
+        ckpt = torch.load(path, weights_only=True, mmap=True)  # reads no tensor
+        config = ckpt["config"] | {"optimizer": ckpt["optimizer"]}
+        return config, ckpt["state"].get("began_from")
+    except Exception as e:  # there are many ways to be broken
+        sys.exit(f"{path} is damaged: {first_line(e)}")
+
+
+def load(run, path):
+    """Restore a train.Run from path, except for its settings; exits if it does not fit."""
+    try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        check_config(run, ckpt, path, optimizer_name)
+        if ckpt["data"] != run.meta["sha256"]["train.bin"]:
+            sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
         run.model.load_state_dict(ckpt["model"])
         for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
             ours = [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
@@ -65,16 +74,3 @@ def load(run, path, optimizer_name):
         run.state.tensors = {k: t.detach().to(where) for k, t in run.state.tensors.items()}
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} does not fit this model or is damaged: {first_line(e)}")
-
-
-def check_config(run, ckpt, path, optimizer_name):
-    """Exit if the checkpoint is of another model, optimiser or data set."""
-    ours = asdict(run.model.config) | {"optimizer": optimizer_name}
-    # a field added after the checkpoint was written had its default then
-    defaults = {f.name: f.default for f in fields(run.model.config) if f.default is not MISSING}
-    theirs = defaults | ckpt["config"] | {"optimizer": ckpt["optimizer"]}
-    flags = [f"--{name}={theirs.get(name)}" for name in ours if theirs.get(name) != ours[name]]
-    if flags:
-        sys.exit(f"{path} is of another model: to resume it, type {' '.join(flags)}")
-    if ckpt["data"] != run.meta["sha256"]["train.bin"]:
-        sys.exit(f"{path} was trained on another train.bin: name its --data_dir")

@@ -93,15 +93,17 @@ def modernbert_config(config):
     return {**FIXED, **same, "classifier_activation": activation}
 
 
-def save(model, folder):
-    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, or OSError."""
+def save(model, folder, **facts):
+    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, or OSError.
+
+    facts: more fields of config.json, which transformers keeps as they are."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     is_native = not not_native(model)
     config = modernbert_config(model.config) if is_native else {"model_type": "nanocram"}
     if is_native:
         config["architectures"] = ["ModernBertForMaskedLM"]
-    config["nanocram"] = asdict(model.config)
+    config |= {"nanocram": asdict(model.config), **facts}
     write_text(folder / "config.json", json.dumps(config, indent=2))
 
     state = to_folder_keys(model.state_dict(), model.config, is_native)
@@ -140,6 +142,7 @@ def load(folder, device="cpu"):
     except Exception as e:  # there are many ways to be broken
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise ValueError(f"{folder} is no model folder of train.py: {reason}") from None
+    model.trained_on = spec.get("trained_on", {"sources": ["unknown text"]})  # of an older time
     return model.to(device).eval()
 
 
@@ -166,7 +169,7 @@ def from_folder_keys(state, config, is_native):
     if is_native and not config.head_transform:
         for key, tensor in identity_head(config).items():
             if not torch.equal(state.pop(key), tensor):
-                raise ValueError(f"{key} was trained elsewhere: try --baseline=hf:FOLDER")
+                raise ValueError(f"{key} was trained elsewhere: only --baseline=hf:FOLDER takes it")
         for key in [key for key in state if key.startswith("head.norm.")]:
             state[key.replace("head.norm", "model.final_norm")] = state.pop(key)
     return state

@@ -1,6 +1,5 @@
 """What a run says and leaves behind: log.csv, run.json, loss.png and the model card, README.md.
 
-python -c "from nanocram import runlog; print(runlog.read_log('out/tiny')[-1])"
 python -c "from nanocram import runlog; runlog.plot('out/tiny')"     # draw loss.png anew
 """
 
@@ -36,12 +35,11 @@ def read_facts(folder):
 def new_folder(folder):
     """Make a folder for a new run. An earlier one is moved aside, if it ever saved anything."""
     folder.mkdir(parents=True, exist_ok=True)
-    begun = ("run.json", "tokenizer.json", "tokenizer_config.json", "log.csv", "ckpt.pt")
-    names = {path.name for path in folder.iterdir()} - {f".{folder.name}.lock", "lost+found"}
-    names -= {f"{name}.tmp" for name in begun}
+    names = {path.name for path in folder.iterdir()}
+    names -= {f".{folder.name}.lock", "lost+found", "run.json.tmp"}
     if names and "run.json" not in names:
         sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
-    if names - {*begun[:-1]} or any(line["step"] for line in read_log(folder)):
+    if names & {"ckpt.pt", "model.safetensors"}:
         names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
         aside = next(path for path in names if not path.exists())
         try:
@@ -125,6 +123,7 @@ class Log:
             "amp_dtype": str(run.amp_dtype),
             "processes": run.world_size,
             "data": run.meta["sha256"]["train.bin"],
+            "began_from": run.state.began_from,
             "corpus": {k: run.meta["settings"][k] for k in ("source", "normalisation")}
             | run.meta["counts"],
             **machine.describe(run.device),
@@ -274,7 +273,7 @@ class Log:
 
 
 def plot(folder):
-    """Draw loss.png from log.csv: losses above, learning rate and batch below, by the clock."""
+    """Draw loss.png from log.csv: losses by the clock."""
     lines = read_log(folder)
     try:
         from matplotlib.figure import Figure
@@ -283,28 +282,21 @@ def plot(folder):
     if not lines:
         return
     unit, seconds = ("hours", 3600) if lines[-1]["elapsed_s"] > 7200 else ("minutes", 60)
-    figure = Figure(figsize=(8, 5.5), dpi=120, layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    right = bottom.twinx()
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axes = figure.subplots()
 
-    def draw(axes, column, **style):
+    def draw(column, **style):
         there = [line for line in lines if column in line]
         minutes_or_hours = [line["elapsed_s"] / seconds for line in there]
         axes.plot(minutes_or_hours, [line[column] for line in there], **style)
 
-    draw(top, "loss", color="0.75", lw=1, label="training, at the run's masking rate")
-    draw(top, "val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")
-    draw(top, "val_loss_15", color="tab:blue", marker="o", ms=3, label="held out, 15 % masked")
-    draw(bottom, "lr", color="tab:green")
-    draw(right, "batch_size", color="tab:purple")
-    top.set_ylabel("loss (nats per predicted token)")
-    top.legend(frameon=False)
-    top.grid(alpha=0.25)
-    bottom.set_xlabel(f"wall clock ({unit}); {lines[-1]['tokens'] / 1e6:,.1f}M tokens")
-    bottom.set_ylabel("learning rate", color="tab:green")
-    right.set_ylabel("rows per step", color="tab:purple")
-    bottom.set_ylim(bottom=0)
-    right.set_ylim(bottom=0)
+    draw("loss", color="0.75", lw=1, label="training, at the run's masking rate")
+    draw("val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")
+    draw("val_loss_15", color="tab:blue", marker="o", ms=3, label="held out, 15 % masked")
+    axes.set_xlabel(f"wall clock ({unit}); {lines[-1]['tokens'] / 1e6:,.1f}M tokens")
+    axes.set_ylabel("loss (nats per predicted token)")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
     write_beside(Path(folder) / "loss.png", lambda path: figure.savefig(path, format="png"))
     gc.collect()  # a figure is one large cycle; those of a long run made a process 50 MB larger
 
@@ -321,11 +313,13 @@ tags: [masked-lm, cramming]
 
 # {name}
 
-A masked language model of {run[parameters]:,} parameters, trained from scratch by nanocram after
+A masked language model of {run[parameters]:,} parameters, pre-trained by nanocram after
 [Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and the text of
 `{run[corpus][source]}`. After {hours:.2f} hours, {line[step]:,} steps and {line[tokens]:,} tokens
 its loss on held-out text was {line[val_loss_15]:.3f} nats per token with 15 % masked, and
-{line[val_loss_25]:.3f} with 25 %.
+{line[val_loss_25]:.3f} with 25 %.{before}
+
+It takes up to {longest} tokens, and was trained on rows of {trained[seq_len]}.
 
 {use}
 {glue}
@@ -336,9 +330,8 @@ from transformers import pipeline
 print(pipeline("fill-mask", model="{name}")("the capital of france is [MASK]."))
 ```
 
-It needs transformers 4.48 or later. The pipeline's `targets` are entries of the vocabulary, where
-`Ġ` is the space before a word: `["Ġparis", "Ġrome"]`. The hidden states of `AutoModel` come before
-the final norm, whose weights are in `head.norm`."""
+It needs transformers 4.48 or later. The pipeline's `targets` look like `["Ġparis", "Ġrome"]`. The
+hidden states of `AutoModel` come before the final norm, whose weights are in `head.norm`."""
 OURS = """It is none of transformers' architectures: `model_folder.load("{name}")` reads it."""
 
 
@@ -350,18 +343,29 @@ def write_card(folder, glue_table=()):
     path = folder / "README.md"
     evaluations = [line for line in read_log(folder) if "val_loss_15" in line and line["step"]]
     is_ours = not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN)
-    if not evaluations or not read_facts(folder) or not is_ours:
+    facts = read_facts(folder)
+    if not evaluations or not facts or not is_ours:
         return
-    is_native = json.loads((folder / "config.json").read_text())["model_type"] == "modernbert"
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    is_native = config["model_type"] == "modernbert"
+    own = {"sources": [facts["corpus"]["source"]], "seq_len": facts["settings"]["seq_len"]}
+    trained, before = own | config.get("trained_on", {}), ""
+    if facts.get("began_from"):
+        earlier = " and ".join(f"`{name}`" for name in dict.fromkeys(trained["sources"][:-1]))
+        total = f"{trained['tokens']:,} tokens in all, by its records"
+        before = f" It began as a model of {earlier}, and has read {total}."
     front = "library_name: transformers\npipeline_tag: fill-mask"
     name = folder.resolve().name
     text = CARD.format(
         begin=CARD_BEGIN,
         front=front if is_native else "library_name: nanocram",
         name=name,
-        run=read_facts(folder),
+        run=facts,
         line=evaluations[-1],
         hours=evaluations[-1]["elapsed_s"] / 3600,
+        before=before,
+        longest=config["nanocram"]["max_seq_len"],
+        trained=trained,
         use=(NATIVE if is_native else OURS).format(name=name),
         glue="\n".join(["", "## GLUE, dev sets", "", *glue_table, ""]) if glue_table else "",
     )

@@ -17,7 +17,7 @@ from conftest import PLOT, ROOT, SMALL_MODEL, put, script
 from safetensors.torch import load_file
 
 from nanocram import runlog
-from nanocram.data import fill_masks
+from nanocram.data import fill_masks, held_out
 from nanocram.model_folder import load
 from nanocram.runlog import COLUMNS, read_log
 from nanocram.tokenizer import Tokenizer
@@ -154,6 +154,76 @@ def test_a_stopped_and_a_killed_run_resume_bit_for_bit(
     assert same(weights(out), weights(finished[0]))
     rows, reference = read_log(out), read_log(finished[0])
     assert same_log(rows, reference)
+
+
+@pytest.fixture(scope="module")
+def longer(finished, corpus, tmp_path_factory):
+    """Rows of 256 tokens by the vocabulary of finished, and what prepare.py printed."""
+    folder = tmp_path_factory.mktemp("data") / "longer"
+    flags = {"tokenizer": finished[0], "seq_len": 256, "filter_ratio": 0.0, "val_share": 0.2}
+    done = script("prepare.py", source=corpus, data_dir=folder, **flags)
+    assert done.returncode == 0, done.stdout
+    return folder, done.stdout
+
+
+def test_a_model_goes_on_with_longer_rows(finished, longer, tmp_path, train, monkeypatch, capsys):
+    """Killed and resumed it ends as if nothing had been. Its sizes are the model's, not n_layer=1;
+    the first held-out loss is the model's, by transformers; the card adds the tokens."""
+    base, (data, printed) = finished[0], longer
+    assert f"--init={base}" in printed.splitlines()[-1]
+    there = {name: getattr(train, name) for name in train.SETTINGS}
+    stage = {"seq_len": 256, "max_steps": 12, "n_layer": 1, "max_seq_len": 300, "dropout": 0.2}
+    begin = stage | {"init": str(base)}
+    folders = {"data_dir": str(data), "out_dir": str(tmp_path / "whole")}
+    put(monkeypatch, train, **(there | begin | folders))
+    train.main()
+    assert "--n_layer=2" in capsys.readouterr().out
+    out, begin = tmp_path / "out", begin | {"checkpoint_minutes": 1e-9}
+    assert run_until(out, data, signal.SIGKILL, 4, **begin)[0] == -signal.SIGKILL
+    put(monkeypatch, train, **stage, init="resume", out_dir=str(out))
+    train.main()
+    assert "resumed at step" in capsys.readouterr().out
+    assert same(weights(out), weights(tmp_path / "whole"))
+    rows = read_log(out)
+    assert same_log(rows, read_log(tmp_path / "whole"))
+
+    model = transformers.AutoModelForMaskedLM.from_pretrained(base)
+    val = np.fromfile(data / "val.bin", np.uint16).reshape(-1, 256)[:24].astype(int)
+    total = count = 0
+    for ids, positions, labels in held_out(torch.from_numpy(val), 8)["val_loss_15"]:
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits.gather(1, positions[..., None].expand(-1, -1, 600))
+        total += torch.nn.functional.cross_entropy(logits.mT, labels, reduction="sum").item()
+        count += (labels >= 0).sum().item()
+    assert rows[0]["val_loss_15"] == pytest.approx(total / count, rel=1e-4)
+
+    tokens = [read_log(folder)[-1]["tokens"] for folder in (base, out)]
+    card, first_card = ((folder / "README.md").read_text() for folder in (out, base))
+    assert f"{sum(tokens):,} tokens in all" in card and "in all" not in first_card
+    assert "rows of 256" in card and "rows of 128" in first_card
+    config = transformers.AutoConfig.from_pretrained(out)
+    assert config.trained_on["seq_len"] == 256 and config.max_position_embeddings == 512
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["began_from"]["model"] == str(base) and facts["settings"]["dropout"] == 0.2
+    assert config.nanocram["dropout"] == 0.2 and facts["settings"]["n_layer"] == 2
+
+
+def test_what_an_init_cannot_begin_from_is_one_line(finished, longer, tmp_path, train, monkeypatch):
+    """Another vocabulary; its own folder; on a resume, other sizes than the checkpoint's."""
+    base = shutil.copytree(finished[0], tmp_path / "base")
+    text = (base / "tokenizer.json").read_text()
+    (base / "tokenizer.json").write_text(text.replace(" ", "  ", 1))
+    slips = [
+        ({"init": str(base), "data_dir": str(longer[0])}, "give prepare.py --tokenizer="),
+        ({"init": str(base), "out_dir": str(base)}, "choose another --out_dir"),
+        ({"init": "resume", "out_dir": str(base), "n_layer": 1}, "type --n_layer=2"),
+        ({"init": "resume", "out_dir": str(base), "optimizer": "adamw"}, "type --optimizer=muon"),
+    ]
+    for settings, message in slips:
+        with monkeypatch.context() as patch:
+            put(patch, train, **settings)
+            with pytest.raises(SystemExit, match=message):
+                train.main()
 
 
 def test_a_run_that_is_over_is_completed(finished, tmp_path, train, monkeypatch, capsys):

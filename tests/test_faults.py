@@ -276,7 +276,7 @@ NAME = "model.layers.1.attn.Wq.weight"
         (lambda c: c["model"].update({NAME: torch.ones(3, 4)}), "does not fit"),
         (lambda c: c["optimizers"].pop(), "does not fit"),
         (lambda c: c.update(data="0"), "--data_dir"),
-        (lambda c: c["config"].update(n_layer=3, dropout=0.5), "--n_layer=3 --dropout=0.5"),
+        (lambda c: c["config"].update(n_layer=3), "--n_layer=3"),
         (lambda c: c.update(optimizer="adamw"), "--optimizer=adamw"),
         (lambda c: c.clear(), "damaged"),
     ],

@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_and_without_offload(setting, tmp_path):
         checkpoint.save(run, path, "adamw")
         setting(offload=second)
         run = new_run()
-        checkpoint.load(run, path, "adamw")
+        checkpoint.load(run, path)
         for i in range(3, 5):
             step(run, i / 5)
         ends.append(weights_of(run))

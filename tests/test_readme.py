@@ -126,8 +126,8 @@ def workplace(tmp_path, data_dir, corpus, glue_files):
     (tmp_path / "texts/a.txt.gz").write_bytes(gzip.compress(corpus.read_bytes()))
     (tmp_path / "GLUE").symlink_to(glue_files[0])
     (tmp_path / "tickets.csv").write_text("text,label\nit broke,bug\n")
-    named = [arg for _, args in calls_of_scripts() for arg in args if arg.startswith("--model=")]
-    for folder in {"out/tiny", *(arg.removeprefix("--model=") for arg in named)}:
+    flags = " ".join(arg for _, args in calls_of_scripts() for arg in args)
+    for folder in {"out/tiny", *re.findall(r"--(?:model|init|tokenizer)=(out/\S+)", flags)}:
         write_model(tmp_path / folder, data_dir)
     return tmp_path
 

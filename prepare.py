@@ -541,7 +541,8 @@ def next_command(tokens):
     if tokenizer and Path(tokenizer, "model.safetensors").exists():
         flags[1] = f"--init={tokenizer}"
         out = f"{Path(tokenizer).name}_{out}"
-    flags += [f"--max_seq_len={seq_len}"] if seq_len > 512 else []
+    elif seq_len > 512:
+        flags += [f"--max_seq_len={seq_len}"]
     flags += [f"--out_dir=out/{out}"]
     sizes = [(5e6, "tiny"), (1e8, "small"), (5e8, "domain")]
     recipe = next((f" config/{name}.py" for most, name in sizes if tokens < most), "")
@@ -555,8 +556,7 @@ def main():
     if max_tokens and list(files.values()).count([]) > 1:
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
     adopted = adopt_vocabulary() if tokenizer else ""
-    settings = {name: globals()[name] for name in SETTINGS if name not in OTHER}
-    settings["tokenizer"] = adopted
+    settings = {k: globals()[k] for k in SETTINGS if k not in OTHER} | {"tokenizer": adopted}
     goal = Path(data_dir).resolve()  # what a link names
     lock = safety.lock(goal)
     folder = goal.with_name(f"{goal.name}.partial")

@@ -617,7 +617,7 @@ def take_architecture(config, path, is_bound):
     if flags and not is_bound:
         sys.exit(f"{path} is of another model: to resume it, type {' '.join(flags)}")
     if flags:
-        print(f"{' '.join(flags)}: taken from {path}")
+        print(f"settings for going on from {path}: {' '.join(flags)}")
     globals().update(config)  # the one place that changes settings
 
 

@@ -352,8 +352,8 @@ def write_card(folder, glue_table=()):
     trained, before = own | config.get("trained_on", {}), ""
     if facts.get("began_from"):
         earlier = " and ".join(f"`{name}`" for name in dict.fromkeys(trained["sources"][:-1]))
-        total = f"{trained['tokens']:,} tokens in all, by its records"
-        before = f" It began as a model of {earlier}, and has read {total}."
+        name, tokens = Path(facts["began_from"]["model"]).name, trained["tokens"]
+        before = f" It began from `{name}`, a model of {earlier}: {tokens:,} known tokens in all."
     front = "library_name: transformers\npipeline_tag: fill-mask"
     name = folder.resolve().name
     text = CARD.format(

@@ -166,7 +166,9 @@ def longer(finished, corpus, tmp_path_factory):
     return folder, done.stdout
 
 
-def test_a_model_goes_on_with_longer_rows(finished, longer, tmp_path, train, monkeypatch, capsys):
+def test_a_model_goes_on_with_longer_rows(
+    finished, longer, corpus, tmp_path, train, monkeypatch, capsys
+):
     """Killed and resumed it ends as if nothing had been. Its sizes are the model's, not n_layer=1;
     the first held-out loss is the model's, by transformers; the card adds the tokens."""
     base, (data, printed) = finished[0], longer
@@ -199,7 +201,8 @@ def test_a_model_goes_on_with_longer_rows(finished, longer, tmp_path, train, mon
 
     tokens = [read_log(folder)[-1]["tokens"] for folder in (base, out)]
     card, first_card = ((folder / "README.md").read_text() for folder in (out, base))
-    assert f"{sum(tokens):,} tokens in all" in card and "in all" not in first_card
+    assert f"began from `out`, a model of `{corpus}`: {sum(tokens):,} known tokens" in card
+    assert "began from" not in first_card
     assert "rows of 256" in card and "rows of 128" in first_card
     config = transformers.AutoConfig.from_pretrained(out)
     assert config.trained_on["seq_len"] == 256 and config.max_position_embeddings == 512

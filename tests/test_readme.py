@@ -96,7 +96,8 @@ def test_the_other_commands_name_files_that_exist():
 
 # What can run here runs
 
-SMALL_RUN = SMALL_MODEL | {"data_dir": "data/ready", "n_narrow": 0, "evals": 1, "eval_rows": 8}
+SMALL_RUN = SMALL_MODEL | {"data_dir": "data/ready", "seq_len": 128, "n_narrow": 0}
+SMALL_RUN |= {"evals": 1, "eval_rows": 8}
 SHORT = {  # appended to every command, so that it takes a second or two
     "prepare.py": SMALL_DATA | {"source": "texts/*.txt.gz", "data_dir": "data/new"},
     "train.py": SMALL_RUN | {"max_steps": 2, "out_dir": "out/new"},

@@ -1,7 +1,5 @@
 """Rows of tokens to batches: masked ones for pre-training, ragged ones for fine-tuning.
 
-    python -c "from nanocram import data; print(data.load_meta('data/tiny')['counts'])"
-
 A .bin file is a bare array of uint16, shape (rows, seq_len); meta.json beside it says what it is.
 """
 

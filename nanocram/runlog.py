@@ -35,11 +35,12 @@ def read_facts(folder):
 def new_folder(folder):
     """Make a folder for a new run. An earlier one is moved aside, if it ever saved anything."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {path.name for path in folder.iterdir()}
-    names -= {f".{folder.name}.lock", "lost+found", "run.json.tmp"}
+    begun = ("run.json", "tokenizer.json", "tokenizer_config.json", "log.csv", "ckpt.pt")
+    names = {path.name for path in folder.iterdir()} - {f".{folder.name}.lock", "lost+found"}
+    names -= {f"{name}.tmp" for name in begun}
     if names and "run.json" not in names:
         sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
-    if names & {"ckpt.pt", "model.safetensors"}:
+    if names - {*begun[:-1]} or any(line["step"] for line in read_log(folder)):
         names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
         aside = next(path for path in names if not path.exists())
         try:

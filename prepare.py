@@ -1,15 +1,17 @@
-"""Raw text to a tokenizer and rows of tokens, one part of the input at a time.
+"""Raw text to a tokenizer and rows of tokens, one batch of documents at a time.
 
     python prepare.py                                                  # FineWeb, for a day
     python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl, .csv, .parquet
     python prepare.py config/tiny.py                                   # the embedded corpus
 
-Each process takes a part, a file or several small ones, and writes its rows, shuffled, to a file in
-DATA_DIR.partial; at the end these are merged. Rerun the command to continue after a kill; the
-output is identical.
+One process reads all files, local ones first, and cuts their text into batches. Others turn each
+into rows, shuffle these and write them to a file in DATA_DIR; at the end all are merged. Rerun the
+command to continue after a kill; the output is identical.
 """
 
+import collections
 import contextlib
+import functools
 import glob
 import hashlib
 import itertools
@@ -17,17 +19,16 @@ import json
 import multiprocessing
 import os
 import shlex
-import shutil
 import signal
 import sys
 import threading
 import time
-from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from nanocram import safety, sources
 from nanocram.settings import configure, prepare_streams
@@ -39,7 +40,7 @@ from nanocram.tokenizer import CLS, MODES, SEP, Tokenizer, normalise, train_toke
 data_dir = "data/fineweb"             # the folder to write
 # globs of local files, Hub data sets as NAME or NAME:CONFIG; commas between several
 source = "HuggingFaceFW/fineweb:sample-10BT"
-max_tokens = 0                        # stop reading the Hub after keeping this many; 0 = read all
+max_tokens = 0                        # of the Hub, to a 64th; reading stops there; 0 = read all
 text_column = "text"                  # where .jsonl, .csv, .parquet and the Hub have the text
 documents = "paragraphs"              # of a .txt: paragraphs (a blank line ends one) | lines
 # text to tokens
@@ -52,28 +53,22 @@ vocab_sample_mb = 100                 # million characters to train it on, share
 seq_len = 128                         # tokens in a row, the leading [CLS] included
 filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
 order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
-val_share = 0.0001                    # share of documents held out for val.bin, by their hash
+val_share = 0.0                       # share of documents held out, by hash; 0 = by the text's size
 val_tokens = 1000000                  # in val.bin at most; what else is held out is dropped
-processes = 0                         # parts read at a time; 0 = one per core; same result
+processes = 0                         # that make rows; 0 = one per core; same result
 # fmt: on
 
 SETTINGS = configure(globals())
 
 # The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary. For a vocabulary of
 # ENTRIES[i], the ratio LIKE_ALBERT[i] drops as many documents (measured: results/README.md).
-# Between them we interpolate, above them the last one holds. Smaller vocabularies have no filter:
-# at 1,024 entries the trend would drop 85 % of Wikipedia and books.
+# Between them we interpolate, above them the last one holds. Below there is no filter: at 1,024
+# the trend would drop 85 % of Wikipedia and books.
 ENTRIES = (4096, 8192, 16384, 32768)
 LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
-CHUNK = 1 << 25  # tokens whose rows are shuffled in memory and written together
-SMALL = 64 << 20  # local files share a part until it has so many bytes
+BATCH = 1 << 23  # characters
 PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
-MERGED = 1 << 25  # tokens of train.bin that are merged and written at a time
-COUNTS = (
-    "read kept filtered held_out empty not_utf8 tokens characters val_tokens val_characters"
-).split()
-OTHER = ("data_dir", "processes")  # settings that change no row
-progress = []  # bytes read of each part, shared by all processes
+MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
 
 
 # What to read
@@ -87,7 +82,7 @@ def find_files():
         if name == "data/sample.txt.gz" and not os.path.isfile(name):  # from another folder
             name = os.path.join(os.path.dirname(__file__), name)
         matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
-        paths = sorted(filter(os.path.isfile, set(matches)))
+        paths = sorted(p for p in set(matches) if os.path.isfile(p) or not os.path.exists(p))
         is_pattern = not name or glob.escape(name) != name
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             sys.exit(f"no file matches {name!r}: give globs in quotes, --source='a/*.txt,b.jsonl'")
@@ -95,6 +90,8 @@ def find_files():
             if not file_kind(path):
                 kinds = ".txt, .log, .jsonl, .json, .csv, .tsv, each also .gz or .zst, or .parquet"
                 sys.exit(f"{path} is of no kind that is read: make it one of {kinds}")
+            if not os.access(path, os.R_OK):
+                sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
         new = [path for path in paths if path not in seen]  # globs may overlap
         seen.update(new)
         if new or not paths:
@@ -102,52 +99,72 @@ def find_files():
     return found
 
 
-def make_parts(files):
-    """[[path, bytes]] of each part, in a fixed order.
+def read_file(path, skipped):
+    """Yield (number, text, bytes read so far) of a file's documents, counted from 1, but for the
+    first ones.
 
-    With max_tokens all Hub files are one part: one process reads them in order up to there."""
-    every = list(itertools.chain(*files.values()))
-    from_hub = [file for file in every if file[0].startswith(HUB)]
-    parts = [from_hub] if max_tokens and from_hub else [[file] for file in from_hub]
-    size = SMALL  # so that the first local file begins a part
-    for path, n_bytes in every:
-        if not path.startswith(HUB):
-            if size >= SMALL:
-                parts.append([])
-                size = 0
-            parts[-1].append([path, n_bytes])
-            size += n_bytes
-    return parts
-
-
-def texts_from(files, state):
-    """Yield (text, bytes read so far), from the place in state on, and advance state.
-
-    Where a file cannot be read to its end, state["error"] says why, and nothing more comes."""
-    before = sum(n_bytes for _, n_bytes in files[: state["file"]])
-    for path, n_bytes in files[state["file"] :]:
+    Waits for a silent Hub. Exits where a file cannot be read to its end."""
+    tries = 0
+    while True:
         try:
             with open_bytes(path) as file:
-                texts = read_texts(file, path, text_column, documents == "lines")
-                for text in itertools.islice(texts, state["document"], None):
-                    state["document"] += 1
+                texts = enumerate(read_texts(file, path, text_column, documents == "lines"), 1)
+                for number, text in itertools.islice(texts, skipped, None):
                     bare = text.strip()
                     if bare and normalisation == "none":
                         bare = text.strip("\r\n")
-                    yield bare, before + file.tell()
-        except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
-            state["error"] = f"{path} could not be read to its end ({explain(e)})"
-            # the Hub may answer in a while; a reader's ValueError stays
-            state["is_lost"] = path.startswith(HUB) and not isinstance(e, ValueError)
+                    yield number, bare, file.tell()
+                    skipped, tries = number, 0
             return
-        state.update(file=state["file"] + 1, document=0)
-        before += n_bytes
+        except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
+            why, what_helps = explain(e)
+            why = f"{path} could not be read to its end ({why})"
+            # the Hub may answer in a while; what it refuses and a reader's ValueError stay
+            stays = what_helps or isinstance(e, ValueError) or not path.startswith(HUB)
+            if stays or tries == TRIES:
+                sys.exit(f"{why}: {what_helps or 'rerun the command once it can be read'}")
+            if not tries:
+                tqdm.write(f"{why}: it is tried again each minute, {TRIES} times")
+            tries += 1
+            time.sleep(PAUSE)
 
 
-def is_held_out(text):
+def read_batches(files, place, least=None):
+    """Yield (texts, {place where to go on, bytes read so far, whether they are of the Hub}) of
+    batches from a place on: [number of a file in files, number of a document in that].
+
+    least: characters of a batch. It may span files, but not local ones and the Hub's, of which
+    max_tokens are read."""
+    first, skipped = place
+    before = sum(n_bytes for _, n_bytes in files[:first])
+    of_hub = [path.startswith(HUB) for path, _ in files]
+    texts, size = [], 0
+    for i, (path, n_bytes) in enumerate(files[first:], first):
+        limit = min(BATCH, (of_hub[i] and max_tokens // 16) or BATCH)  # a 64th of its characters
+        for number, text, position in read_file(path, skipped):
+            texts.append(text)
+            size += max(len(text), 64)  # an empty str takes that, too
+            if size >= (limit if least is None else least):
+                yield texts, {"place": [i, number], "bytes": before + position, "hub": of_hub[i]}
+                texts, size = [], 0
+        before, skipped = before + n_bytes, 0
+        if texts and of_hub[i : i + 2] != 2 * [of_hub[i]]:
+            yield texts, {"place": [i + 1, 0], "bytes": before, "hub": of_hub[i]}
+            texts, size = [], 0
+
+
+def is_held_out(text, share):
     """Decide by the text alone, so that every copy of a held-out document stays out of training."""
     digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < val_share * 2**64
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+def choose_share(size, n_documents):
+    """The share of a text of size characters, four a token, to hold out: a hundredth, or less if
+    that fills val.bin; but 200 rows and eight documents, if they are no more than a tenth."""
+    least = max(200 * seq_len * 4 / size, 8 / n_documents)
+    share = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
+    return float(f"{share:.1g}")
 
 
 def filter_threshold():
@@ -159,23 +176,26 @@ def filter_threshold():
     return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
 
-def make_vocabulary(parts, folder):
-    """Train it on parts, one of each source, or copy it; exit where it does not suit the text."""
+def make_vocabulary(files, folder):
+    """Train it on the first texts of each source, or copy it; exit where it does not suit them.
+
+    Returns the share of the documents to hold out."""
     how = f"is that of {tokenizer}" if tokenizer else f"is made of {vocab_sample_mb} MB at most"
     print(f"the vocabulary, {vocab_size} entries, {how}")
-    sample = []
-    for files in parts:
-        left = vocab_sample_mb * 1e6 / len(parts)
-        state = {"file": 0, "document": 0}
-        for text, _ in texts_from(files, state):
-            sample.append(text)
-            left -= len(text)
-            if left <= 0:
-                break
-        if "error" in state:
-            sys.exit(f"{state['error']}: rerun the command once it can be read")
+    sample, size, n_documents = [], 0, 0  # of all text, roughly
+    for paths in files.values():
+        parts = read_batches(paths, [0, 0], vocab_sample_mb * 1e6 / len(files))
+        for texts, state in itertools.islice(parts, 1):
+            n_characters = sum(map(len, texts))
+            scale = max(1, sum(n_bytes for _, n_bytes in paths) / max(1, state["bytes"]))
+            if max_tokens and state["hub"]:
+                scale = min(scale, 4 * max_tokens / max(1, n_characters))
+            size += scale * n_characters
+            n_documents += scale * len(texts)
+            sample += filter(None, texts)
     if not sample:
         sys.exit(f"no text in {source}: give other text")
+    share = val_share or choose_share(size, n_documents)
 
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
     if normalisation == "ascii":
@@ -184,10 +204,11 @@ def make_vocabulary(parts, folder):
         for name in ("tokenizer_config.json", "tokenizer.json"):
             safety.write_text(folder / name, (Path(tokenizer) / name).read_text("utf-8"))
     else:
-        to_train_on = (text for text in sample if not is_held_out(text))
+        to_train_on = (text for text in sample if not is_held_out(text, share))
         train_tokenizer(to_train_on, vocab_size, normalisation, folder)
     if filter_ratio < 0 and filter_threshold():
         check_filter(begins, folder / "tokenizer.json")
+    return share
 
 
 def check_normalisation(texts):
@@ -209,17 +230,16 @@ def check_filter(texts, path):
     ratios = [len(vocabulary.encode_normal(text)) / max(1, len(text)) for text in normal]
     dropped = np.mean(np.array(ratios) >= filter_threshold())
     if dropped > 0.5:
-        path.unlink()
         said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
         sys.exit(f"{said}: type --filter_ratio=0")
 
 
-# One part, in another process
+# One batch, in another process
 
 
-def begin_process(settings, shared):
+def begin_process(settings):
     """Set up a new process: give it the settings, and let it end with its parent."""
-    globals().update(settings, progress=shared)
+    globals().update(settings)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare_streams()
 
@@ -231,105 +251,68 @@ def begin_process(settings, shared):
 
 
 @contextlib.contextmanager
-def new_processes(n, n_parts=0):
-    """(pool of n processes, which end with the block; the bytes that they read of each part)."""
+def new_processes(n):
+    """A pool of n processes, which end with the block."""
     spawn = multiprocessing.get_context("spawn")  # the same on every system
-    shared = spawn.Array("d", n_parts, lock=False)
     settings = {name: globals()[name] for name in SETTINGS}
-    pool = ProcessPoolExecutor(n, spawn, begin_process, (settings, shared))
+    pool = ProcessPoolExecutor(n, spawn, begin_process, (settings,))
     try:
         # Ctrl-C is for this process: start all others now, ignoring it.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for _ in range(n):
             pool.submit(os.getpid)
         signal.signal(signal.SIGINT, handler)
-        yield pool, shared
+        yield pool
     except BrokenProcessPool:
         advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
         sys.exit(f"a worker process was killed, probably out of memory: {advice}")
     finally:
         for child in multiprocessing.active_children():
             child.kill()
+        pool.shutdown(cancel_futures=True)
 
 
-def read_state(folder, number, files):
-    """How far a part is; one whose files have changed begins anew."""
-    path = folder / f"part-{number:05}.json"
-    state = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    if state.get("files") == files:
-        return state
-    return {"files": files, "done": False, "file": 0, "document": 0, "chunks": [], "counts": {}}
+load_tokenizer = functools.cache(Tokenizer)
+NO_IDS = np.zeros(0, np.uint16)
 
 
-def process_part(number, files, folder, pause=0.0):
-    """Write a part's rows, shuffled by chunks, and return its state; go on from its last chunk."""
-    time.sleep(pause)
-    state = read_state(folder, number, files)
-    count = Counter(state["counts"])
-    stem = folder / f"part-{number:05}"
-    n_rows = sum(map(sum, state["chunks"]))
-    for ending, size in ((".train", 2 * seq_len * n_rows), (".val", 2 * count["val_tokens"])):
-        with open(f"{stem}{ending}", "ab") as f:
-            f.truncate(size)  # what came after the last state
-    vocabulary = Tokenizer(folder / "tokenizer.json")
+def process_batch(number, texts, state, folder, share):
+    """Write a batch's rows, shuffled, and its held-out ids, then state, which is returned."""
+    vocabulary = load_tokenizer(folder / "tokenizer.json")
     threshold = filter_threshold()
-    limit = max_tokens if files[0][0].startswith(HUB) else 0
-    kept, held_out, n_kept = [], [], 0
-
-    for text, position in texts_from(files, state):
-        if limit and count["tokens"] >= limit:
-            break
+    ids_of = {"kept": [], "held_out": [], "filtered": [], "empty": []}
+    characters = dict.fromkeys(ids_of, 0)
+    for text in texts:
         normal = normalise(text, vocabulary.mode)
         ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
-        count["read"] += 1
-        count["not_utf8"] += "\ufffd" in text
         if len(ids) == 1:
-            count["empty"] += 1
-        elif is_held_out(text):
-            held_out.append(ids)
-            count["held_out"] += 1
-            count["val_tokens"] += len(ids)
-            count["val_characters"] += len(normal)
+            fate = "empty"
+        elif is_held_out(text, share):
+            fate = "held_out"
         elif threshold and len(ids) - 1 >= threshold * len(normal):
-            count["filtered"] += 1
+            fate = "filtered"
         else:
-            kept.append(ids)
-            n_kept += len(ids)
-            count["kept"] += 1
-            count["tokens"] += len(ids)
-            count["characters"] += len(normal)
+            fate = "kept"
+        ids_of[fate].append(ids)
+        characters[fate] += len(normal)
+    count = {"read": len(texts)} | {fate: len(pieces) for fate, pieces in ids_of.items()}
+    count["not_utf8"] = sum("\ufffd" in text for text in texts)
+    for name, fate in (("", "kept"), ("val_", "held_out")):
+        count[f"{name}tokens"] = sum(map(len, ids_of[fate]))
+        count[f"{name}characters"] = characters[fate]
 
-        if n_kept >= CHUNK:
-            write_chunk(stem, number, vocabulary, kept, held_out, state, count)
-            kept, held_out, n_kept = [], [], 0
-        progress[number] = 4 * count["tokens"] if limit else position  # see size_of()
-
-    if "error" not in state:
-        state["done"] = True
-        write_chunk(stem, number, vocabulary, kept, held_out, state, count)
-        progress[number] = size_of(files)
-    return state
-
-
-def write_chunk(stem, number, vocabulary, kept, held_out, state, count):
-    """Append a chunk's rows and the held-out ids to a part's files, then write its state."""
-    rows = in_rows(kept)
-    np.random.default_rng([number, len(state["chunks"])]).shuffle(rows)
+    rows = np.random.default_rng(number).permutation(in_rows(ids_of["kept"]))
     stops = np.zeros(len(rows), np.int64)
     if order == "curriculum":  # it counts "." alone, as the paper's code: no "?", no '."'
         stops = (rows == vocabulary.encoding.encode_single_token(".")).sum(axis=1)
         rows = rows[np.argsort(-stops, kind="stable")]
-    for ending, array in ((".train", rows), (".val", np.concatenate([NO_IDS, *held_out]))):
-        with open(f"{stem}{ending}", "ab") as f:
-            f.write(array)
-            f.flush()
-            os.fsync(f.fileno())
-    state["chunks"].append(np.bincount(stops).tolist())  # rows by their number of full stops
-    state["counts"] = count
+    stem = folder / f"batch-{number:05}"
+    safety.write_beside(stem.with_suffix(".train"), rows.tofile)
+    held_out = np.concatenate([NO_IDS, *ids_of["held_out"]])
+    safety.write_beside(stem.with_suffix(".val"), held_out.tofile)
+    state |= {"rows": np.bincount(stops).tolist(), "counts": count}  # rows by their full stops
     safety.write_text(stem.with_suffix(".json"), json.dumps(state))
-
-
-NO_IDS = np.zeros(0, np.uint16)
+    return state
 
 
 def in_rows(pieces):
@@ -341,105 +324,106 @@ def in_rows(pieces):
     return rows
 
 
-# All parts
+# All batches
 
 
-def size_of(files):
-    """Bytes of a part, for the progress bar; of one that max_tokens ends, four for each token."""
-    if max_tokens and files[0][0].startswith(HUB):
-        return 4 * max_tokens
-    return sum(n_bytes for _, n_bytes in files)
+def hub_tokens(states):
+    return max_tokens and sum(state["counts"]["tokens"] for state in states if state["hub"])
 
 
-def process_parts(parts, folder):
-    """The states of all parts, by several processes; exits if one could not be read to its end."""
-    from tqdm import tqdm
-
-    states = [read_state(folder, i, files) for i, files in enumerate(parts)]
-    to_do = [i for i, state in enumerate(states) if not state["done"]]
-    if len(to_do) < len(parts):
-        print(f"going on: {len(parts) - len(to_do)} of {len(parts)} parts are done")
-    n_cores = os.cpu_count()
-    if hasattr(os, "sched_getaffinity"):  # a batch job may not use all
-        n_cores = len(os.sched_getaffinity(0))
-    n = max(1, min(processes or n_cores, len(to_do)))
-    bar = tqdm(total=sum(size_of(parts[i]) for i in to_do), unit="B", unit_scale=True, disable=None)
-    with new_processes(n, len(parts)) as (pool, n_read), bar:
-        futures = {pool.submit(process_part, i, parts[i], folder): i for i in to_do}
-        running, tries = set(futures), Counter()
-        while running:
-            done, running = wait(running, 0.5, FIRST_COMPLETED)
-            bar.update(sum(n_read) - bar.n)
-            for future in done:
-                i = futures[future]
-                state = states[i] = future.result()
-                place = i, state["file"], state["document"]
-                if state.get("is_lost") and tries[place] < TRIES:
-                    if not tries[place]:
-                        bar.write(f"{state['error']}: it is tried again each minute, {TRIES} times")
-                    tries[place] += 1
-                    again = pool.submit(process_part, i, parts[i], folder, PAUSE)
-                    futures[again] = i
-                    running.add(again)
-    errors = [state["error"] for state in states if "error" in state]
-    for error in errors[:-1]:
-        print(error)
-    if errors:
-        sys.exit(f"{errors[-1]}: rerun the command once it can be read, it goes on from there")
+def read_states(folder, sums):
+    """What is known of finished batches, up to the first that is not, or is of other files."""
+    states = []
+    while (path := folder / f"batch-{len(states):05}.json").exists():
+        state = json.loads(path.read_text("utf-8"))
+        if hub_tokens(states) >= (max_tokens or np.inf) or state["checksum"] not in sums:
+            break
+        states.append(state)
     return states
 
 
-def merge(states, folder, path):
-    """Write train.bin: a list with each chunk's number once for each of its rows is shuffled, and
-    says from which chunk the next row comes.
+def process_batches(files, folder, share):
+    """The states of all batches, in order; exits if a file cannot be read to its end."""
 
-    The chunks are shuffled already."""
-    chunks, counts = [], []  # [file, byte in it], rows by their number of full stops
-    for number, state in enumerate(states):
-        offset = 0
-        for n_rows in state["chunks"]:
-            chunks.append([folder / f"part-{number:05}.train", offset])
-            counts.append(n_rows)
-            offset += 2 * seq_len * sum(n_rows)
-    numbers = np.arange(len(chunks), dtype=np.uint16 if len(chunks) < 65536 else np.uint32)
+    def checksum(before, file):
+        return hashlib.blake2b(f"{before}{file}".encode(), digest_size=8).hexdigest()
+
+    sums = list(itertools.accumulate(files, checksum, initial=""))  # of the first 0, 1, 2 files
+    states = read_states(folder, sums)
+    if n_found := len([*folder.glob("batch-*.json")]):
+        print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
+    # a batch job may not use all
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    size = sum(n_bytes for _, n_bytes in files)
+    n = min(processes or len(cores), 1 + 4 * size // BATCH)  # gzip makes a fourth of text
+    unit = "tokens" if max_tokens else "B"
+    bar = tqdm(total=max_tokens or size, unit=unit, unit_scale=True, disable=None)
+    wanted = max_tokens or np.inf
+    running, failure = collections.deque(), None
+
+    def finish_oldest():
+        states.append(running.popleft().result())
+        bar.update((hub_tokens(states) if max_tokens else states[-1]["bytes"]) - bar.n)
+
+    with new_processes(n) as pool, bar:
+        batches = read_batches(files, states[-1]["place"] if states else [0, 0])
+        try:
+            while hub_tokens(states) < wanted and (batch := next(batches, None)):
+                texts, state = batch
+                file, document = state["place"]
+                state["checksum"] = sums[file + (document > 0)]
+                number = len(states) + len(running)
+                running.append(pool.submit(process_batch, number, texts, state, folder, share))
+                if len(running) > n + 1:  # two are read ahead
+                    finish_oldest()
+        except SystemExit as e:  # a file is broken: finish what came before
+            failure = e
+        while running and hub_tokens(states) < wanted:
+            finish_oldest()
+    if failure and hub_tokens(states) < wanted:
+        raise failure
+    return states
+
+
+def merge(states, folder):
+    """Write train.bin: a list with each batch's number once for each of its rows is shuffled, and
+    says from which batch the next row comes.
+
+    The rows of a batch are shuffled already."""
+    read = [0] * len(states)  # bytes of each batch
+    numbers = np.arange(len(states), dtype=np.uint16 if len(states) < 65536 else np.uint32)
     rng = np.random.default_rng(0)
     levels = []
-    for n_stops in reversed(range(max(map(len, counts)))):
-        repeats = [n_rows[n_stops] if n_stops < len(n_rows) else 0 for n_rows in counts]
+    for n_stops in reversed(range(max(len(state["rows"]) for state in states))):
+        repeats = [sum(state["rows"][n_stops : n_stops + 1]) for state in states]
         levels.append(rng.permutation(np.repeat(numbers, repeats)))
-    chunk_of_row = np.concatenate(levels or [numbers[:0]])
-    with open(path, "wb") as f:
+    batch_of_row = np.concatenate(levels or [numbers[:0]])
+    with open(folder / "train.bin", "wb") as f:
         n = max(1, MERGED // seq_len)
-        for start in range(0, len(chunk_of_row), n):
-            some = chunk_of_row[start : start + n]
+        for start in range(0, len(batch_of_row), n):
+            some = batch_of_row[start : start + n]
             rows = np.empty((len(some), seq_len), np.uint16)
-            by_chunk = np.argsort(some, kind="stable")
-            ends = np.cumsum(np.bincount(some, minlength=len(chunks)))
-            for chunk, places in zip(chunks, np.split(by_chunk, ends[:-1]), strict=True):
+            by_batch = np.argsort(some, kind="stable")
+            ends = np.cumsum(np.bincount(some, minlength=len(states)))
+            for number, places in enumerate(np.split(by_batch, ends[:-1])):
                 if len(places):
-                    file, offset = chunk
-                    ids = np.fromfile(file, np.uint16, seq_len * len(places), offset=offset)
+                    file = folder / f"batch-{number:05}.train"
+                    ids = np.fromfile(file, np.uint16, seq_len * len(places), offset=read[number])
                     rows[places] = ids.reshape(-1, seq_len)
-                    chunk[1] += ids.nbytes
+                    read[number] += ids.nbytes
             f.write(rows)
-    return len(chunk_of_row)
+    return len(batch_of_row)
 
 
-def finish(states, folder, goal, settings):
-    """Merge the parts into DATA_DIR, which appears whole; return the counts of meta.json."""
-    out = folder / "out"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir()
-    count = {}
-    for name in COUNTS:
-        count[name] = sum(state["counts"].get(name, 0) for state in states)
-    count["rows"] = merge(states, folder, out / "train.bin")
-    parts = [folder / f"part-{number:05}.val" for number in range(len(states))]
-    rows = in_rows([np.frombuffer(path.read_bytes(), np.uint16) for path in parts])
-    rows = np.random.default_rng(0).permutation(rows)[: val_tokens // (seq_len - 1)]
-    (out / "val.bin").write_bytes(rows)
+def finish(states, folder, settings, share):
+    """Merge the batches; write meta.json, which makes the folder finished; return its counts."""
+    count = {name: sum(s["counts"][name] for s in states) for name in states[0]["counts"]}
+    count["rows"] = merge(states, folder)
+    held_out = [np.fromfile(folder / f"batch-{i:05}.val", np.uint16) for i in range(len(states))]
+    rows = np.random.default_rng(0).permutation(in_rows(held_out))[: val_tokens // (seq_len - 1)]
+    rows.tofile(folder / "val.bin")
     count["val_rows"] = len(rows)
-    # less than a row at the end of a chunk; what was held out beyond val_tokens
+    # less than a row at the end of a batch; what was held out beyond val_tokens
     count["dropped_tokens"] = count["tokens"] - count["rows"] * (seq_len - 1)
     count["val_dropped_tokens"] = count["val_tokens"] - count["val_rows"] * (seq_len - 1)
     if not count["rows"]:
@@ -447,26 +431,19 @@ def finish(states, folder, goal, settings):
         sys.exit(f"{few}: delete {folder}, then give more text, or --filter_ratio=0")
     if not count["val_rows"]:
         few = f"less than one row was held out of {count['read']} documents ({documents})"
-        larger = min(0.5, max(0.01, 10 * val_share))
-        sys.exit(f"{few}: delete {folder}, then type --val_share={larger:g}, or give more text")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, out)
-    meta = {"settings": settings, "vocab_size": vocab_size, "seq_len": seq_len, "counts": count}
-    meta["sha256"] = {}
-    for path in sorted(out.iterdir()):
-        with open(path, "r+b") as f:
-            meta["sha256"][path.name] = hashlib.file_digest(f, "sha256").hexdigest()
+        more = "--documents=lines, or a larger --val_share, or more text"
+        sys.exit(f"{few}: delete {folder}, then give {more}")
+    meta = {"settings": settings, "vocab_size": vocab_size, "seq_len": seq_len}
+    meta |= {"val_share": share, "counts": count, "sha256": {}}
+    for name in ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin"):
+        with open(folder / name, "r+b") as f:
+            meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
             os.fsync(f.fileno())
-    safety.write_text(out / "meta.json", json.dumps(meta, indent=2))
-    if goal.exists():
-        goal.rmdir()  # it is empty
-    os.rename(out, goal)
-    # plan.json goes last: by it a rerun knows what a kill leaves here
-    for path in folder.iterdir():
-        if path.name != "plan.json":
-            path.unlink()
-    shutil.rmtree(folder)
+    safety.write_text(folder / "meta.json", json.dumps(meta, indent=2))
     return count
+
+
+# The folder
 
 
 def differences(have, wanted):
@@ -477,29 +454,29 @@ def differences(have, wanted):
 
 
 def begin_folder(folder, settings, files):
-    """Add the files of Hub data sets to files; folder keeps their revision for a rerun."""
-    path = folder / "plan.json"
-    if path.exists():
+    """The plan, by which a rerun goes on: settings, the Hub's files, soon the share to hold out."""
+    names, path = safety.names_in(folder), folder / "plan.json"
+    if names and path.name not in names:
+        sys.exit(f"{data_dir} is not a new or an empty folder: choose another --data_dir")
+    if names:
         plan = json.loads(path.read_text("utf-8"))
         other = differences(plan["settings"], settings)
         if not other:
-            files.update(plan["hub"])
-            return
-        if any(folder.glob("part-*.json")):
-            sys.exit(f"{folder} was begun with {other}: give that to go on, or delete it")
-        shutil.rmtree(folder)
-    elif folder.exists() and any(path.suffix != ".tmp" for path in folder.iterdir()):
-        sys.exit(f"{folder} was not written by prepare.py: move it away first")
-    hub = {}
+            return plan
+        if any(folder.glob("batch-*.json")):
+            sys.exit(f"{data_dir} was begun with {other}: give that to go on, or delete it")
+    plan = {"settings": settings, "hub": {}}
     for name in files:
         if not files[name]:
             try:
-                hub[name] = sources.hub_files(name)
+                plan["hub"][name] = sources.hub_files(name)
             except Exception as e:  # whatever the Hub's libraries raise
-                sys.exit(f"could not read {name} ({explain(e)})")
-    folder.mkdir(parents=True, exist_ok=True)
-    safety.write_text(path, json.dumps({"settings": settings, "hub": hub}, indent=1))
-    files.update(hub)
+                why, what_helps = explain(e)
+                sys.exit(
+                    f"could not read {name} ({why}): {what_helps or 'rerun the command later'}"
+                )
+    safety.write_text(path, json.dumps(plan, indent=1))
+    return plan
 
 
 def check_settings():
@@ -517,8 +494,8 @@ def check_settings():
             is_range = isinstance(values, range)
             what = f"{values[0]} to {values[-1]}" if is_range else " or ".join(values)
             sys.exit(f"{name}={globals()[name]} cannot work: type {what}")
-    if not 0 < val_share <= 0.5:
-        sys.exit(f"val_share={val_share} cannot work: it must be above 0, and 0.5 at most")
+    if not 0 <= val_share <= 0.5:
+        sys.exit(f"val_share={val_share} cannot work: it must be 0 to 0.5")
 
 
 def adopt_vocabulary():
@@ -549,6 +526,20 @@ def next_command(tokens):
     return f"python train.py{recipe} {shlex.join(flags)}"
 
 
+def report(count, seconds):
+    """Print what was read and written, and the command that comes next."""
+    length = count["characters"] / count["tokens"]
+    kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
+    print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
+    print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
+    print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
+    print(f"written     {data_dir} in {seconds:.1f} s")
+    if count["not_utf8"]:
+        few = f"{count['not_utf8']} documents have U+FFFD, where they are not UTF-8"
+        print(f"WARNING: {few}: iconv -f WINDOWS-1252 -t UTF-8 mends files of an older time")
+    print(f"next        {next_command(count['rows'] * seq_len)}")
+
+
 def main():
     begin = time.perf_counter()
     check_settings()
@@ -556,40 +547,40 @@ def main():
     if max_tokens and list(files.values()).count([]) > 1:
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
     adopted = adopt_vocabulary() if tokenizer else ""
-    settings = {k: globals()[k] for k in SETTINGS if k not in OTHER} | {"tokenizer": adopted}
-    goal = Path(data_dir).resolve()  # what a link names
-    lock = safety.lock(goal)
-    folder = goal.with_name(f"{goal.name}.partial")
+    settings = {name: globals()[name] for name in SETTINGS} | {"tokenizer": adopted}
+    del settings["data_dir"], settings["processes"]  # they change no row
     wanted = settings | {"files": list(itertools.chain(*files.values()))}
-    if (goal / "meta.json").exists():
-        other = differences(json.loads((goal / "meta.json").read_text("utf-8"))["settings"], wanted)
-        if other:
+    folder = Path(data_dir).resolve()  # what a link names
+    lock = safety.lock(folder)
+    if (folder / "meta.json").exists():
+        meta = json.loads((folder / "meta.json").read_text("utf-8"))
+        have = meta["settings"]
+        if val_share in (0, meta.get("val_share")):  # if none is typed, any will do
+            wanted["val_share"] = have["val_share"]
+        if other := differences(have, wanted):
             sys.exit(f"{data_dir} was made with {other}: delete it or choose another --data_dir")
-        if (folder / "plan.json").exists():
-            shutil.rmtree(folder)  # a kill left it
         print(f"{data_dir} is finished, with these settings: nothing to do")
-        return
-    if goal.exists() and (not goal.is_dir() or goal.is_mount() or any(goal.iterdir())):
-        sys.exit(f"{data_dir} is not a new or an empty folder: choose another --data_dir")
-    begin_folder(folder, settings, files)
-    if not (folder / "tokenizer.json").exists():
-        firsts = [make_parts({name: found})[0] for name, found in files.items()]
-        with new_processes(1) as (pool, _):  # its memory ends with it, and its readers
-            pool.submit(make_vocabulary, firsts, folder).result()
-    states = process_parts(make_parts(files), folder)
-    print("merging")
-    count = finish(states, folder, goal, wanted)
+    else:
+        plan = begin_folder(folder, settings, files)
+        files |= plan["hub"]
+        every = sorted(itertools.chain(*files.values()), key=lambda file: file[0].startswith(HUB))
+        size = sum(n_bytes for _, n_bytes in every) / 1e6
+        print(f"reading     {size:,.1f} MB, {len(every)} files")
+        paths = [path for path, _ in every]
+        if plan.setdefault("paths", paths) != paths:
+            print(f"WARNING: the vocabulary is of other files: delete {data_dir} to begin anew")
+        if "val_share" not in plan:
+            with new_processes(1) as pool:  # its memory ends with it, and its readers
+                plan["val_share"] = pool.submit(make_vocabulary, files, folder).result()
+            safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
+        print(f"held out    {100 * plan['val_share']:g} % of the documents")
+        states = process_batches(every, folder, plan["val_share"])
+        print("merging")
+        count = finish(states, folder, wanted, plan["val_share"])
+        report(count, time.perf_counter() - begin)
+    for path in (*folder.glob("batch-[0-9]*"), folder / "plan.json"):
+        path.unlink(missing_ok=True)
     del lock
-    length = count["characters"] / count["tokens"]
-    kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
-    print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
-    print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
-    print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
-    print(f"written     {data_dir} in {time.perf_counter() - begin:.1f} s")
-    if count["not_utf8"]:
-        few = f"{count['not_utf8']} documents have U+FFFD, where they are not UTF-8"
-        print(f"WARNING: {few}: iconv -f WINDOWS-1252 -t UTF-8 mends files of an older time")
-    print(f"next        {next_command(count['rows'] * seq_len)}")
 
 
 if __name__ == "__main__":

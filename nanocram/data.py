@@ -20,7 +20,7 @@ IGNORE = -100  # the label of a position that does not count, as in torch and tr
 def load_meta(folder, **wanted):
     """meta.json of a data set as a dict; exits if the set is unfinished or has other values."""
     folder = Path(folder)
-    again = f"run python prepare.py {shlex.quote(f'--data_dir={folder}')} (and your recipe)"
+    again = f"run python prepare.py {shlex.quote(f'--data_dir={folder}')} (and your flags)"
     if not (folder / "meta.json").exists():
         sys.exit(f"{folder.absolute() / 'meta.json'} not found: {again}")
     meta = json.loads((folder / "meta.json").read_text("utf-8"))

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from nanocram import machine
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
-from nanocram.safety import first_line, write_beside, write_text
+from nanocram.safety import first_line, names_in, write_beside, write_text
 
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
@@ -34,10 +34,8 @@ def read_facts(folder):
 
 def new_folder(folder):
     """Make a folder for a new run. An earlier one is moved aside, if it ever saved anything."""
-    folder.mkdir(parents=True, exist_ok=True)
     begun = ("run.json", "tokenizer.json", "tokenizer_config.json", "log.csv", "ckpt.pt")
-    names = {path.name for path in folder.iterdir()} - {f".{folder.name}.lock", "lost+found"}
-    names -= {f"{name}.tmp" for name in begun}
+    names = names_in(folder)
     if names and "run.json" not in names:
         sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
     if names - {*begun[:-1]} or any(line["step"] for line in read_log(folder)):

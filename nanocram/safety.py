@@ -47,6 +47,14 @@ def lock(folder):
     return held
 
 
+def names_in(folder):
+    """Make a folder, and return the names in it, but for a lock, a disk's lost+found and what a
+    kill left half-written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"}
+    return names - {f".{folder.name}.lock", "lost+found"}
+
+
 def first_line(error):
     """The first line of an exception's message, or its name if it has none."""
     return (str(error).strip() or repr(error)).splitlines()[0][:150]

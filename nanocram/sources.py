@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import re
 
 KINDS = {
     ".txt": "text",
@@ -65,25 +66,22 @@ def hub_files(name):
     unknown = [file for file in files if not file_kind(file)]
     if unknown:
         raise ValueError(f"{unknown[0]} is of no kind that is read")
-    sizes = {}
-    for folder in sorted({os.path.dirname(file) for file in files}):
-        for entry in fs.ls(folder):
-            sizes[HUB + entry["name"]] = entry["size"]
+    folders = sorted({os.path.dirname(file) for file in files})
+    sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in fs.ls(name)}
     return [[file, sizes.get(file, 0)] for file in files]
 
 
 def explain(error):
-    """What went wrong with a source, in one line, and what helps."""
+    """What went wrong with a source, in one line, and what helps, where that is known."""
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     hints = {
-        "OfflineMode": "unset HF_HUB_OFFLINE, or give files of your own",
-        "restricted": "accept its terms on its page at the Hub, then type: hf auth login",
+        "offlinemode": "unset HF_HUB_OFFLINE, or give files of your own",
         "gated": "accept its terms on its page at the Hub, then type: hf auth login",
-        "Config name is missing": "name one as NAME:CONFIG",
-        "BuilderConfig": "name one as NAME:CONFIG",
-        "NotFound": "check the name; for a private one type: hf auth login",
+        "(config name is missing|builderconfig)": "name one as NAME:CONFIG",
+        r"\w*notfound": "check the name; for a private one type: hf auth login",
     }
-    return why + next((f": {hint}" for words, hint in hints.items() if words in why), "")
+    found = (hint for words, hint in hints.items() if re.search(rf"\b{words}", why, re.IGNORECASE))
+    return why, next(found, "")
 
 
 # The texts of a file

@@ -85,6 +85,17 @@ def rows_by_hand(documents, T=128):
     return [[CLS, *stream[i : i + T - 1]] for i in range(0, len(stream) - T + 2, T - 1)]
 
 
+def rows_by_batches(texts, folder):
+    """[rows of each batch], where a batch has 30,000 characters; the rest of each is dropped."""
+    batches = [[]]
+    for text in texts:
+        if sum(map(len, batches[-1])) >= 30000:
+            batches.append([])
+        batches[-1].append(text)
+    train = [train_and_held_out(batch, folder)[0] for batch in batches]
+    return [np.array(rows_by_hand(documents), np.uint16) for documents in train]
+
+
 def check_rows(folder, texts):
     """Assert that a folder has the rows of texts; return what train_and_held_out() finds."""
     train, held_out = train_and_held_out(texts, folder)
@@ -175,8 +186,8 @@ def test_every_kind_of_file_is_read(tmp_path, corpus, prepare):
 
 @pytest.fixture
 def five_files(tmp_path, corpus, monkeypatch):
-    """A glob of five files, each a part of its own."""
-    put(monkeypatch, module, SMALL=1)
+    """A glob of five files, each several batches, which may span two of them."""
+    put(monkeypatch, module, BATCH=30000)
     texts = documents_of(corpus)
     for i in range(5):
         (tmp_path / f"{i}.txt").write_text("\n\n".join(texts[8 * i : 8 * i + 8]))
@@ -187,10 +198,9 @@ def test_the_number_of_processes_changes_nothing(tmp_path, five_files, prepare):
     for n in (1, 3):
         prepare(tmp_path / f"{n}", five_files, processes=n)
     assert same(tmp_path / "3", tmp_path / "1")
-    expected = []
-    for i in range(5):  # the rest of each part is dropped
-        documents, _ = train_and_held_out(documents_of(tmp_path / f"{i}.txt"), tmp_path / "1")
-        expected.append(np.array(rows_by_hand(documents), np.uint16))
+    texts = [text for i in range(5) for text in documents_of(tmp_path / f"{i}.txt")]
+    expected = rows_by_batches(texts, tmp_path / "1")
+    assert len(expected) > 3
     rows = rows_of(tmp_path / "1")
     assert as_set(rows) == as_set(np.concatenate(expected))
     first = set(as_set(expected[0]))  # its rows are spread over the whole
@@ -219,6 +229,24 @@ def test_the_filter_leaves_the_held_out_rows_alone(tmp_path, corpus, data_dir, p
     assert counts["filtered"] == pytest.approx(len(train) / 2, abs=len(train) / 6)
     assert counts["kept"] + counts["filtered"] == len(train)
     assert same(tmp_path / "filtered", data_dir, ["val.bin"])
+
+
+def test_how_many_documents_are_held_out(tmp_path, corpus, prepare):
+    """By the size of the text, where no share is typed: 200 rows and eight documents of a small
+    one, 1M tokens of a large one, and never more than a tenth."""
+    text = " ".join(corpus.read_text().split())
+    texts = [f"{i} {text[7 * i : 7 * i + 80]}" for i in range(20000)]
+    (tmp_path / "log.txt").write_text("\n".join(texts))
+    settings = {"documents": "lines", "val_share": 0.0, "vocab_size": 300, "vocab_sample_mb": 1}
+    meta = prepare(tmp_path / "out", tmp_path / "log.txt", **settings)
+    counts = meta["counts"]
+    assert counts["read"] == len(texts) and 150 < counts["val_rows"] < 900
+    held_out = [text for text in texts if is_held_out(text.strip(), meta["val_share"])]
+    assert counts["held_out"] == len(held_out) and 0 < meta["val_share"] <= 0.1
+    assert prepare(tmp_path / "few", corpus, val_share=0.0)["val_share"] == 0.1
+    shares = {1e6: 0.1, 4e7: 0.01, 4e8: 0.01, 4e9: 0.001, 4e10: 1e-4, 4e12: 1e-4}
+    assert {size: module.choose_share(size, size / 3000) for size in shares} == shares
+    assert module.choose_share(1e8, 100) == 0.08  # long documents
 
 
 def test_each_line_is_a_document(tmp_path, corpus, prepare):
@@ -279,40 +307,43 @@ def test_a_look_before_the_work(tmp_path, prepare, capfd):
     log = {"source": tmp_path / "log.txt", "vocab_size": 4096}
     with pytest.raises(SystemExit, match="type --filter_ratio=0"):
         prepare(tmp_path / "out", filter_ratio=-1.0, **log)
-    assert not (tmp_path / "out").exists()
     prepare(tmp_path / "out", **log)  # what they said helps, in the same folder
 
 
 def test_what_cannot_be_read_leaves_the_set_unfinished_until_it_is_mended(
-    tmp_path, five_files, prepare, capsys
+    tmp_path, five_files, prepare, capsys, monkeypatch
 ):
-    """A broken gzip and a bad line; the other parts are done, and stay."""
-    path, out = tmp_path / "1.txt", tmp_path / "out"
+    """A bad line, then a broken gzip; what comes before them is done, and stays."""
+    path, out = tmp_path / "2.txt", tmp_path / "out"
     texts = documents_of(path)
     path.unlink()
     whole = gzip.compress((tmp_path / "3.txt").read_bytes())
     (tmp_path / "3.txt").unlink()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "1.jsonl").write_text(lines)
+    (tmp_path / "2.jsonl").write_text(lines)
     (tmp_path / "3.txt.gz").write_bytes(whole)
     source = f"{tmp_path}/?.[tj]*"
     prepare(tmp_path / "whole", source)
-    (tmp_path / "1.jsonl").write_text(lines + "{bad\n")
+    (tmp_path / "2.jsonl").write_text(lines + "{bad\n")
     (tmp_path / "3.txt.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(SystemExit) as end:
-        prepare(out, source)
-    assert re.search(r"3\.txt\.gz could not be read to its end \(EOFError", str(end.value))
-    assert "rerun the command" in str(end.value) and not out.exists()
-    said = capsys.readouterr().out
-    assert "1.jsonl could not be read to its end (ValueError: line 9, column 2" in said
+    sample = {"vocab_sample_mb": 0, "tokenizer": str(tmp_path / "whole")}
+    with pytest.raises(SystemExit, match=r"2\.jsonl could not .* line 9, column 2.*: rerun"):
+        prepare(out, source, **sample)
     with pytest.raises(SystemExit, match="was begun with order='shuffle'"):
-        prepare(out, source, order="curriculum")
-    (tmp_path / "1.jsonl").write_text(lines)
+        prepare(out, source, order="curriculum", **sample)
+    (tmp_path / "2.jsonl").write_text(lines)
+    with pytest.raises(SystemExit, match=r"3\.txt\.gz could not be read to its end \(EOFError"):
+        prepare(out, source, **sample)
     (tmp_path / "3.txt.gz").write_bytes(whole)
-    prepare(out, source)
-    assert "going on: 3 of 5 parts are done" in capsys.readouterr().out
+    capsys.readouterr()
+    read = []
+    opened = sources.open_bytes
+    put(monkeypatch, module, open_bytes=lambda path: read.append(path) or opened(path))
+    prepare(out, source, **sample)
+    assert str(tmp_path / "0.txt") not in read  # its rows are there
+    assert re.search("going on behind [1-9]", capsys.readouterr().out)
     assert same(out, tmp_path / "whole")
-    assert not (tmp_path / "out.partial").exists()
+    assert not [*out.glob("batch-*"), *out.glob("plan.json")]
 
 
 def test_a_finished_set_is_kept(tmp_path, corpus, data_dir, prepare, capsys):
@@ -358,8 +389,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
     (tmp_path / "single.txt").write_text("\n".join(lines[:2000]))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "train.bin").write_text("precious")
-    (tmp_path / "strange.partial").mkdir()
-    (tmp_path / "strange.partial" / "thesis.tex").write_text("precious")
+    (tmp_path / "link.txt").symlink_to("gone.txt")
     return tmp_path
 
 
@@ -375,7 +405,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"vocab_size": 70000}, "vocab_size=70000 cannot work"),
         ({"tokenizer": "mine"}, "mine/tokenizer.json is not a tokenizer.json of prepare.py"),
         ({"data_dir": "mine"}, "is not a new or an empty folder"),
-        ({"data_dir": "strange"}, "was not written by prepare.py"),
+        ({"source": "*.txt"}, "link.txt cannot be read"),
     ],
 )
 def test_slips_are_one_line(folder_of_slips, prepare, values, message):
@@ -383,16 +413,14 @@ def test_slips_are_one_line(folder_of_slips, prepare, values, message):
     with pytest.raises(SystemExit) as end:
         prepare(values.pop("data_dir"), values.pop("source"), **values)
     assert message in str(end.value) and "\n" not in str(end.value)
-    assert not (folder_of_slips / "out").exists()
+    assert not (folder_of_slips / "out" / "meta.json").exists()
     assert (folder_of_slips / "mine" / "train.bin").read_text() == "precious"
-    assert (folder_of_slips / "strange.partial" / "thesis.tex").read_text() == "precious"
 
 
 # The Hub, faults and kills: prepare.py as a process, against a stand-in
 
-# Everything is small, so that a small data set is many blocks, chunks and pieces.
-SMALL = {"sources.BLOCK": 20000, "prepare.SMALL": 1, "prepare.CHUNK": 7620, "prepare.MERGED": 1}
-SMALL |= {"prepare.PAUSE": 5}
+# Everything is small, so that a small data set is many blocks, batches and pieces.
+SMALL = {"sources.BLOCK": 20000, "prepare.BATCH": 30000, "prepare.MERGED": 1, "prepare.PAUSE": 5}
 SCRIPT = f"""
 import json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -490,10 +518,16 @@ def done_well(process):
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory, begin, stand_in):
+def files_here(stand_in):
+    """A glob of some/web's files."""
+    return f"{stand_in.root}/datasets/some/web/sample/*.parquet"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, begin, files_here):
     """The folder that local copies of some/web's files give."""
     out = tmp_path_factory.mktemp("expected") / "out"
-    done_well(begin(out, f"{stand_in.root}/datasets/some/web/sample/*.parquet", processes=1))
+    done_well(begin(out, files_here, processes=1))
     return out
 
 
@@ -503,17 +537,47 @@ def test_a_data_set_of_packed_files_is_read_as_they_are(tmp_path, begin, expecte
     assert same(tmp_path / "out", expected)
 
 
-def test_max_tokens_reads_what_it_needs_of_the_hub(tmp_path, begin, hub, corpus):
-    """The first files in their order; own files are read whole."""
-    out = tmp_path / "out"
-    source = f"some/web:part,{corpus}"
-    done_well(begin(out, source, max_tokens=30000, vocab_sample_mb=1))
-    n_read = json.loads((out / "meta.json").read_text())["counts"]["read"]
+LIMITED = {"max_tokens": 100000, "vocab_sample_mb": 1}
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory, begin, corpus):
+    """The folder that LIMITED gives with corpus and some/web, by two processes."""
+    out = tmp_path_factory.mktemp("limited") / "out"
+    done_well(begin(out, f"some/web:part,{corpus}", **LIMITED))
+    return out
+
+
+def test_max_tokens_reads_what_it_needs_of_the_hub(limited, hub, corpus):
+    """The first documents of the Hub's files, in their order; own files are read whole."""
+    counts = json.loads((limited / "meta.json").read_text())["counts"]
     first = pyarrow.parquet.read_table(hub.root / "datasets/some/web/sample/000.parquet")
-    from_hub = n_read - len(documents_of(corpus))
-    assert 0 < from_hub < first.num_rows
-    mean = np.mean([len(text.as_py()) for text in first["text"]])
-    assert from_hub * mean / 4 < 2 * 30000 / (1 - SMALL_DATA["val_share"])
+    of_hub = [text.as_py().strip() for text in first["text"]]
+    own_text, _ = train_and_held_out(documents_of(corpus), limited)
+    own = sum(len(ids) + 1 for _, ids in own_text)
+    train, _ = train_and_held_out(of_hub[: counts["read"] - 40], limited)
+    n_tokens = [len(ids) + 1 for _, ids in train]
+    assert counts["tokens"] - own == sum(n_tokens) >= 100000 > sum(n_tokens[:-5])
+    rows = set(as_set(rows_of(limited)))  # the limit costs own text none
+    own_rows = rows_by_batches(documents_of(corpus), limited)
+    assert rows.issuperset(as_set(np.concatenate(own_rows)))
+
+
+@SLOW
+def test_max_tokens_gives_the_same_rows_by_more_processes_and_after_kills(
+    tmp_path, begin, corpus, limited
+):
+    source = f"some/web:part,{corpus}"
+    done_well(begin(tmp_path / "4", source, **LIMITED, processes=4))
+    assert same(tmp_path / "4", limited)
+    out = tmp_path / "1"
+    for n in (3, 9):
+        killed = begin(out, source, **LIMITED, processes=1)
+        wait_until(lambda n=n: len([*out.glob("batch-*.json")]) > n, killed)
+        killed.kill()
+        assert end_of(killed).returncode == -signal.SIGKILL
+    done_well(begin(out, source, **LIMITED, processes=3))
+    assert same(out, limited)
 
 
 @SLOW
@@ -526,8 +590,8 @@ def test_bodies_that_break_off_are_asked_for_again(tmp_path, begin, hub, expecte
 
 
 def reading_has_begun(folder):
-    """Whether a part has a state."""
-    return any(Path(f"{folder}.partial").glob("part-*.json"))
+    """Whether a batch is done."""
+    return any(Path(folder).glob("batch-*.json"))
 
 
 def break_the_line(hub, folder, answer, seconds=1e9):
@@ -573,35 +637,36 @@ def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, begin, h
     assert same(out, expected)
 
 
-def test_kills_while_it_reads_and_merges_change_nothing(tmp_path, begin, expected):
+def test_kills_while_it_reads_and_merges_change_nothing(tmp_path, begin, files_here, expected):
     """kill -9, and its other processes end by themselves."""
     out = tmp_path / "out"
-    merged = tmp_path / "out.partial/out/train.bin"
-    for is_time in (lambda: reading_has_begun(out), merged.exists):
-        process = begin(out)
+    for is_time in (lambda: reading_has_begun(out), (out / "train.bin").exists):
+        process = begin(out, files_here)
         wait_until(is_time, process)
         process.kill()
-        assert end_of(process).returncode == -signal.SIGKILL and not out.exists()
-    done_well(begin(out))
+        assert end_of(process).returncode == -signal.SIGKILL
+        assert not (out / "meta.json").exists()
+    done_well(begin(out, files_here))
     assert same(out, expected)
 
 
 @SLOW
-def test_twenty_kills_change_nothing(tmp_path, begin, expected):
+def test_twenty_kills_change_nothing(tmp_path, begin, files_here, expected):
     """At any moment: the same command is killed once more, or has come to its end."""
     rng, out = random.Random(0), tmp_path / "out"
-    kills = 20
+    kills, train = 20, out / "train.bin"
     while kills:
-        process = begin(out)
-        wait_until(lambda: reading_has_begun(out), process)
-        time.sleep(rng.uniform(0, 0.5))
+        process = begin(out, files_here)
+        before = len([*out.glob("*.json")])
+        wait_until(lambda n=before: len([*out.glob("*.json")]) > n or train.exists(), process)
+        time.sleep(rng.uniform(0, 0.2))
         kills -= process.poll() is None
         process.kill()
         end_of(process)
-        if out.exists():
+        if (out / "meta.json").exists():
             assert same(out, expected)
             shutil.rmtree(out)
-    done_well(begin(out))
+    done_well(begin(out, files_here))
     assert same(out, expected)
 
 

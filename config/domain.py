@@ -15,7 +15,6 @@ data_dir = "data/domain"
 vocab_size = 16384
 normalisation = "plain"
 filter_ratio = 0.0
-val_share = 0.01
 
 # train.py
 out_dir = "out/domain"

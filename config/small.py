@@ -9,7 +9,6 @@ compiler, or in float32, where compiling gains nothing: --compile=False.
 # prepare.py
 data_dir = "data/small"
 max_tokens = 50_000_000  # of the Hub; text of your own is read whole
-val_share = 0.01
 vocab_size = 8192
 
 # train.py

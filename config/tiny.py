@@ -10,7 +10,6 @@ data_dir = "data/tiny"
 source = "data/sample.txt.gz"
 vocab_size = 4096
 filter_ratio = 0.0  # books: there is nothing to drop
-val_share = 0.03  # 254 documents only: one in a hundred would be two
 
 # train.py
 out_dir = "out/tiny"

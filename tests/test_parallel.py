@@ -127,6 +127,7 @@ def wait_for_step(folder, step, launcher):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path):
     """No room on one of two: both halve micro_batch. SIGTERM to one: all save. kill -9 to one: no
     hang. One alone goes on.

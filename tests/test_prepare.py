@@ -622,18 +622,21 @@ def wait_until(is_time, process):
         time.sleep(0.001)
 
 
-def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(tmp_path, begin, hub, expected):
-    """While it waits for a line that is dead."""
-    out = tmp_path / "out"
-    break_the_line(hub, out, 503)
-    process = begin(out)
+@pytest.mark.parametrize("answer", [None, pytest.param(503, marks=SLOW)])
+def test_ctrl_c_ends_in_one_line_and_the_same_command_goes_on(
+    tmp_path, begin, hub, files_here, expected, answer
+):
+    """While it reads files, and while it waits for a line that is dead."""
+    out, source = tmp_path / "out", "some/web:part" if answer else files_here
+    break_the_line(hub, out, answer)
+    process = begin(out, source)
     wait_until(lambda: reading_has_begun(out), process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     done = end_of(process)
     assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
     assert last_line(done) == "stopped: rerun the command to go on"
     hub.fault = None
-    done_well(begin(out))
+    done_well(begin(out, source))
     assert same(out, expected)
 
 

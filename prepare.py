@@ -40,7 +40,7 @@ from nanocram.tokenizer import CLS, MODES, SEP, Tokenizer, normalise, train_toke
 data_dir = "data/fineweb"             # the folder to write
 # globs of local files, Hub data sets as NAME or NAME:CONFIG; commas between several
 source = "HuggingFaceFW/fineweb:sample-10BT"
-max_tokens = 0                        # of the Hub, to a 64th; reading stops there; 0 = read all
+max_tokens = 0                        # stop reading the Hub once so many are kept; 0 = read all
 text_column = "text"                  # where .jsonl, .csv, .parquet and the Hub have the text
 documents = "paragraphs"              # of a .txt: paragraphs (a blank line ends one) | lines
 # text to tokens
@@ -472,9 +472,7 @@ def begin_folder(folder, settings, files):
                 plan["hub"][name] = sources.hub_files(name)
             except Exception as e:  # whatever the Hub's libraries raise
                 why, what_helps = explain(e)
-                sys.exit(
-                    f"could not read {name} ({why}): {what_helps or 'rerun the command later'}"
-                )
+                sys.exit(f"could not read {name} ({why}): {what_helps or 'rerun it later'}")
     safety.write_text(path, json.dumps(plan, indent=1))
     return plan
 
@@ -566,9 +564,9 @@ def main():
         every = sorted(itertools.chain(*files.values()), key=lambda file: file[0].startswith(HUB))
         size = sum(n_bytes for _, n_bytes in every) / 1e6
         print(f"reading     {size:,.1f} MB, {len(every)} files")
-        paths = [path for path, _ in every]
-        if plan.setdefault("paths", paths) != paths:
-            print(f"WARNING: the vocabulary is of other files: delete {data_dir} to begin anew")
+        if plan.setdefault("files", every) != every:
+            said = "files have changed since the vocabulary was made"
+            print(f"WARNING: {said}: to make it anew, delete {data_dir} and rerun")
         if "val_share" not in plan:
             with new_processes(1) as pool:  # its memory ends with it, and its readers
                 plan["val_share"] = pool.submit(make_vocabulary, files, folder).result()

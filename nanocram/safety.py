@@ -49,7 +49,9 @@ def lock(folder):
 
 def names_in(folder):
     """Make a folder, and return the names in it, but for a lock, a disk's lost+found and what a
-    kill left half-written."""
+    kill left half-written. Of a file, its name."""
+    if folder.is_file():
+        return {folder.name}
     folder.mkdir(parents=True, exist_ok=True)
     names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"}
     return names - {f".{folder.name}.lock", "lost+found"}

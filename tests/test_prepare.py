@@ -341,7 +341,8 @@ def test_what_cannot_be_read_leaves_the_set_unfinished_until_it_is_mended(
     put(monkeypatch, module, open_bytes=lambda path: read.append(path) or opened(path))
     prepare(out, source, **sample)
     assert str(tmp_path / "0.txt") not in read  # its rows are there
-    assert re.search("going on behind [1-9]", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert re.search("going on behind [1-9]", said) and "files have changed" in said
     assert same(out, tmp_path / "whole")
     assert not [*out.glob("batch-*"), *out.glob("plan.json")]
 
@@ -405,6 +406,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
         ({"vocab_size": 70000}, "vocab_size=70000 cannot work"),
         ({"tokenizer": "mine"}, "mine/tokenizer.json is not a tokenizer.json of prepare.py"),
         ({"data_dir": "mine"}, "is not a new or an empty folder"),
+        ({"data_dir": "short.txt"}, "is not a new or an empty folder"),
         ({"source": "*.txt"}, "link.txt cannot be read"),
     ],
 )
@@ -669,6 +671,7 @@ def test_twenty_kills_change_nothing(tmp_path, begin, files_here, expected):
         if (out / "meta.json").exists():
             assert same(out, expected)
             shutil.rmtree(out)
+        train.unlink(missing_ok=True)  # the next merge is seen by it
     done_well(begin(out, files_here))
     assert same(out, expected)
 

@@ -4,9 +4,8 @@
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
     python finetune_glue.py --model=out/fineweb --baseline=scratch      # its pre-training's worth
 
-The protocol is that of arXiv 2212.14034, section 5; docs/how_it_works.md says where it is not. The
-model's folder gets glue.jsonl, a line for each fine-tuning, and glue.md, the table. Rerun the
-command to continue after a stop. On a GPU several processes can share out the seeds (README.md).
+The protocol is that of arXiv 2212.14034, section 5, but for what docs/how_it_works.md lists. The
+model's folder gets glue.jsonl, the runs, and glue.md, the table. Rerun the command to continue.
 """
 
 import hashlib
@@ -53,7 +52,7 @@ from tqdm import tqdm
 
 from model import Classifier, MaskedLM, mixed_precision
 from nanocram import glue, machine, model_folder, runlog, safety
-from nanocram.data import Ragged, batches_by_length
+from nanocram.data import Ragged, batches_by_length, round_up
 from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values, and those of BERT for --baseline=hf:…; a table names what a run did otherwise.
@@ -153,15 +152,11 @@ class HuggingFace:
         return net, info
 
     def encode(self, texts):
-        # in parts, for the tokenizer needs some kB a row
-        for start in range(0, len(texts), 10000):
-            columns = [list(column) for column in zip(*texts[start : start + 10000], strict=True)]
-            options = {"truncation": True, "max_length": glue_seq_len}
-            options["return_token_type_ids"] = self.two_types
-            batch = self.tokenizer(*columns, **options)
-            for i, ids in enumerate(batch["input_ids"]):
-                first = batch["token_type_ids"][i].count(0) if self.two_types else len(ids)
-                yield np.array(ids), first
+        options = {"truncation": True, "max_length": glue_seq_len}
+        for text in texts:
+            row = self.tokenizer(*text, return_token_type_ids=self.two_types, **options)
+            ids = row["input_ids"]
+            yield np.array(ids), row["token_type_ids"].count(0) if self.two_types else len(ids)
 
     def build(self, n_outputs):
         return Logits(self.load(n_outputs, local_files_only=True)[0])
@@ -184,12 +179,11 @@ def tokenised(candidate, task, split):
     """A split as what Ragged takes; exits like glue.read()."""
     texts, labels = glue.read(task, split, glue_dir)
     rows = list(candidate.encode(texts))
-    return {
-        "ids": np.concatenate([ids for ids, _ in rows]).astype(np.int32),
-        "length": np.array([len(ids) for ids, _ in rows]),
-        "first": np.array([first for _, first in rows]),
-        "labels": labels,
-    }
+    length, first = np.array([(len(ids), first) for ids, first in rows]).T
+    ids = np.full((len(rows), round_up(length.max(), 8)), candidate.pad, np.int32)
+    for padded, (row, _) in zip(ids, rows, strict=True):
+        padded[: len(row)] = row
+    return {"ids": ids, "length": length, "first": first, "labels": labels}
 
 
 def lr_scale(step, steps):
@@ -261,7 +255,7 @@ def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, bar=None)
     """{"train_loss", "scores", "seconds"} of one task with one seed; no scores if it diverged."""
     start = time.perf_counter()
     task = glue.TASKS[name]
-    data = {s: Ragged(a, candidate.pad, candidate.two_types, dev) for s, a in splits.items()}
+    data = {s: Ragged(a, candidate.two_types, dev) for s, a in splits.items()}
     torch.manual_seed(seed)
     net = candidate.build(len(task.labels) or 1).to(dev)  # a regression has one output
     train_loss = fine_tune(candidate, net, data.pop("train"), seed, amp_dtype, bar)

@@ -262,15 +262,6 @@ class Block(nn.Module):
         return chosen + self.drop(self.mlp(self.mlp_norm(chosen)))
 
 
-def pick_residual_dtype(device, product_dtype):
-    """The dtype of the residual stream in full layers in pre-training; None keeps that of x.
-
-    bfloat16 on GPUs that multiply in it: a tenth fewer bytes to move, and no difference in three
-    pairs of runs 64 wide (results/README.md). float16 lacks the range."""
-    is_bf16_gpu = device.type == "cuda" and product_dtype == torch.bfloat16
-    return product_dtype if is_bf16_gpu else None
-
-
 class Encoder(nn.Module):
     """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given.
 
@@ -283,6 +274,7 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
         self.n_full = config.n_layer - max(1, config.n_narrow)
+        self.residual_dtype = None  # of the sums in full layers, if not post-norm: see make_loss()
         self.post_norm = config.post_norm
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
         self.rope = config.position_embedding == "rope"
@@ -292,22 +284,19 @@ class Encoder(nn.Module):
             self.register_buffer("rope_cos", angles.cos(), persistent=False)
             self.register_buffer("rope_sin", angles.sin(), persistent=False)
 
-    def forward(
-        self, ids, positions=None, attention_mask=None, token_type_ids=None, residual_dtype=None
-    ):
-        """attention_mask (B, T) is 0 at padding. residual_dtype: see pick_residual_dtype();
-        post-norm models ignore it, because their norms return float32 anyway."""
+    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
+        """attention_mask (B, T) is 0 at padding."""
         x = self.embeddings(ids, token_type_ids)  # (B, T, C)
-        rope = None
+        rope, T, device_type, query_dtype = None, ids.shape[1], x.device.type, x.dtype
+        is_mixed = torch.is_autocast_enabled(device_type)
         if self.rope:  # cast the tables once, here, and not in every block
-            T, device_type, query_dtype = ids.shape[1], x.device.type, x.dtype
-            if torch.is_autocast_enabled(device_type):
+            if is_mixed:
                 query_dtype = torch.get_autocast_dtype(device_type)
             tables = self.rope_cos[:T, None], self.rope_sin[:T, None]  # (T, 1, D)
             rope = tuple(table.to(query_dtype) for table in tables)
         full_dtype = x.dtype
-        if residual_dtype and self.n_full and not self.post_norm:
-            x = x.to(residual_dtype)
+        if self.residual_dtype and is_mixed and self.n_full and not self.post_norm:
+            x = x.to(self.residual_dtype)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, attention_mask)
         x, chosen = x.to(full_dtype), None
@@ -355,19 +344,16 @@ class MaskedLM(nn.Module):
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
 
-    def forward(
-        self, ids, positions=None, attention_mask=None, token_type_ids=None, residual_dtype=None
-    ):
+    def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without."""
-        hidden = self.model(ids, positions, attention_mask, token_type_ids, residual_dtype)
+        hidden = self.model(ids, positions, attention_mask, token_type_ids)
         return self.decoder(self.head(hidden))
 
     def flops_per_token(self, seq_len, n_predicted):
         """FLOPs per token of forward and backward, on rows of seq_len tokens.
 
-        6 W + 12 L T C with W matrix weights (arXiv 2001.08361, section 2.1, but attention is not
-        causal). What only the n_predicted tokens of a row go through counts by their share. Norms,
-        biases and the optimiser are not counted."""
+        6 W + 12 L T C with W weights of matrices (arXiv 2001.08361, section 2.1, but attention is
+        not causal). What only the n_predicted tokens go through counts by their share."""
         share = n_predicted / seq_len
         narrow_layers = self.model.layers[self.model.n_full :]
         for_predicted = [self.head, self.decoder]
@@ -432,11 +418,13 @@ def make_loss(model, device, amp_dtype):
     sums, of any name, are logged: log.csv has their means per label. Evaluations call it too: put
     an auxiliary loss or smoothed labels behind `if model.training`, and the bare sum beside them.
     A number that changes over the run must be a tensor, or each value is compiled."""
-    residual_dtype = pick_residual_dtype(device, amp_dtype)
+    # a tenth fewer bytes to move, and no difference in three pairs of runs (results/README.md)
+    if device.type == "cuda" and amp_dtype == torch.bfloat16:
+        model.model.residual_dtype = torch.bfloat16
 
     def loss_fn(ids, positions, labels):
         with mixed_precision(device, amp_dtype):
-            logits = model(ids, positions, residual_dtype=residual_dtype)
+            logits = model(ids, positions)
         logits = logits.flatten(0, 1)  # (B · K, V): there are none for other positions
         # no float32 copy of the logits: it would take 6 % of a CPU step at 1M parameters. In
         # bfloat16 the loss is exact to 1e-4, the gradient to 0.2 %.

@@ -4,9 +4,8 @@
     python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl, .csv, .parquet
     python prepare.py config/tiny.py                                   # the embedded corpus
 
-One process reads all files, local ones first, and cuts their text into batches. Others turn each
-into rows, shuffle these and write them to a file in DATA_DIR; at the end all are merged. Rerun the
-command to continue after a kill; the output is identical.
+One process reads all files, local ones first; others turn batches of their text into rows, which
+are merged at the end. Rerun the command to continue after a kill; the output is identical.
 """
 
 import collections
@@ -33,7 +32,7 @@ from tqdm import tqdm
 from nanocram import safety, sources
 from nanocram.settings import configure, prepare_streams
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
-from nanocram.tokenizer import CLS, MODES, SEP, Tokenizer, normalise, train_tokenizer
+from nanocram.tokenizer import CLS, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
 
 # fmt: off
 # what to read
@@ -51,7 +50,8 @@ vocab_size = 32768                    # entries of the byte-level BPE, 4 special
 vocab_sample_mb = 100                 # million characters to train it on, shared by the sources
 # tokens to rows
 seq_len = 128                         # tokens in a row, the leading [CLS] included
-filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
+# keep if tokens < ratio x characters (paper 4.4); other sizes: docs/how_it_works.md; 0 = keep all
+filter_ratio = 0.237
 order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
 val_share = 0.0                       # share of documents held out, by hash; 0 = by the text's size
 val_tokens = 1000000                  # in val.bin at most; what else is held out is dropped
@@ -60,12 +60,6 @@ processes = 0                         # that make rows; 0 = one per core; same r
 
 SETTINGS = configure(globals())
 
-# The paper's 0.25 (section 4.4) counts the tokens of ALBERT's vocabulary. For a vocabulary of
-# ENTRIES[i], the ratio LIKE_ALBERT[i] drops as many documents (measured: results/README.md).
-# Between them we interpolate, above them the last one holds. Below there is no filter: at 1,024
-# the trend would drop 85 % of Wikipedia and books.
-ENTRIES = (4096, 8192, 16384, 32768)
-LIKE_ALBERT = {"ascii": (0.307, 0.275, 0.252, 0.237), "plain": (0.325, 0.290, 0.264, 0.246)}
 BATCH = 1 << 23  # characters
 PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
 MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
@@ -122,7 +116,7 @@ def read_file(path, skipped):
             # the Hub may answer in a while; what it refuses and a reader's ValueError stay
             stays = what_helps or isinstance(e, ValueError) or not path.startswith(HUB)
             if stays or tries == TRIES:
-                sys.exit(f"{why}: {what_helps or 'rerun the command once it can be read'}")
+                sys.exit(f"{why}: {what_helps or 'rerun the command once it is mended'}")
             if not tries:
                 tqdm.write(f"{why}: it is tried again each minute, {TRIES} times")
             tries += 1
@@ -131,10 +125,9 @@ def read_file(path, skipped):
 
 def read_batches(files, place, least=None):
     """Yield (texts, {place where to go on, bytes read so far, whether they are of the Hub}) of
-    batches from a place on: [number of a file in files, number of a document in that].
+    batches of least characters from a place on: [number of a file, number of a document in it].
 
-    least: characters of a batch. It may span files, but not local ones and the Hub's, of which
-    max_tokens are read."""
+    A batch may span files, but not local ones and the Hub's, of which max_tokens are read."""
     first, skipped = place
     before = sum(n_bytes for _, n_bytes in files[:first])
     of_hub = [path.startswith(HUB) for path, _ in files]
@@ -155,7 +148,8 @@ def read_batches(files, place, least=None):
 
 def is_held_out(text, share):
     """Decide by the text alone, so that every copy of a held-out document stays out of training."""
-    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
+    text = text.replace("\r\n", "\n").encode("utf-8", "replace")
+    digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
@@ -165,15 +159,6 @@ def choose_share(size, n_documents):
     least = max(200 * seq_len * 4 / size, 8 / n_documents)
     share = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
     return float(f"{share:.1g}")
-
-
-def filter_threshold():
-    """Documents with at least so many tokens per character are dropped; 0: none is."""
-    if filter_ratio >= 0:
-        return filter_ratio
-    if vocab_size < ENTRIES[0] or normalisation not in LIKE_ALBERT:
-        return 0.0
-    return float(np.interp(np.log2(vocab_size), np.log2(ENTRIES), LIKE_ALBERT[normalisation]))
 
 
 def make_vocabulary(files, folder):
@@ -206,32 +191,36 @@ def make_vocabulary(files, folder):
     else:
         to_train_on = (text for text in sample if not is_held_out(text, share))
         train_tokenizer(to_train_on, vocab_size, normalisation, folder)
-    if filter_ratio < 0 and filter_threshold():
+    if filter_ratio:
         check_filter(begins, folder / "tokenizer.json")
     return share
 
 
 def check_normalisation(texts):
     """Exit where it would spoil most of some texts, warn where it takes a hundredth."""
-    # Letters outside ASCII lose their accents, or go; other signs have stand-ins.
-    lost = sum(char.isalpha() for text in texts for char in text if char > "\x7f")
-    share = lost / sum(map(len, texts))
+    texts = [with_stand_ins(text) for text in texts]
+    lost = sum(char > "\x7f" for text in texts for char in text)
+    words = [word.isascii() for text in texts for word in text.split()]
+    share, share_of_words = lost / sum(map(len, texts)), 1 - np.mean(words)
     said = f"normalisation=ascii strips or drops {share:.1%} of the characters"
-    if share > 0.5:
+    said += f", in {share_of_words:.1%} of the words"
+    if share > 0.5 or share_of_words > 0.8:
         sys.exit(f"{said}: type --normalisation=plain")
-    if share > 0.01:
+    if max(share, share_of_words / 2) > 0.01:
         print(f"WARNING: {said}: --normalisation=plain keeps them")
 
 
 def check_filter(texts, path):
-    """Exit where the paper's filter would drop most of some texts; of English prose it is 6 %."""
+    """Exit where the filter drops nearly all, warn from 15 %; of English prose it is to be 6 %."""
     vocabulary = Tokenizer(path)
-    normal = [normalise(text, vocabulary.mode) for text in texts]
+    normal = [vocabulary.normalise(text) for text in texts]
     ratios = [len(vocabulary.encode_normal(text)) / max(1, len(text)) for text in normal]
-    dropped = np.mean(np.array(ratios) >= filter_threshold())
-    if dropped > 0.5:
-        said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
-        sys.exit(f"{said}: type --filter_ratio=0")
+    dropped = np.mean(np.array(ratios) >= filter_ratio)
+    said = f"filter_ratio={filter_ratio} drops {dropped:.0%} of the documents"
+    if dropped > 0.9:
+        sys.exit(f"{said}, it is for English prose: type --filter_ratio=0")
+    if dropped > 0.15:
+        print(f"WARNING: {said}: docs/how_it_works.md has the ratio for each vocabulary")
 
 
 # One batch, in another process
@@ -240,6 +229,7 @@ def check_filter(texts, path):
 def begin_process(settings):
     """Set up a new process: give it the settings, and let it end with its parent."""
     globals().update(settings)
+    sources.say_once = str  # the first process says it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     prepare_streams()
 
@@ -279,17 +269,16 @@ NO_IDS = np.zeros(0, np.uint16)
 def process_batch(number, texts, state, folder, share):
     """Write a batch's rows, shuffled, and its held-out ids, then state, which is returned."""
     vocabulary = load_tokenizer(folder / "tokenizer.json")
-    threshold = filter_threshold()
     ids_of = {"kept": [], "held_out": [], "filtered": [], "empty": []}
     characters = dict.fromkeys(ids_of, 0)
     for text in texts:
-        normal = normalise(text, vocabulary.mode)
+        normal = vocabulary.normalise(text)
         ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
         if len(ids) == 1:
             fate = "empty"
         elif is_held_out(text, share):
             fate = "held_out"
-        elif threshold and len(ids) - 1 >= threshold * len(normal):
+        elif filter_ratio and len(ids) - 1 >= filter_ratio * len(normal):
             fate = "filtered"
         else:
             fate = "kept"
@@ -403,14 +392,11 @@ def merge(states, folder):
         for start in range(0, len(batch_of_row), n):
             some = batch_of_row[start : start + n]
             rows = np.empty((len(some), seq_len), np.uint16)
-            by_batch = np.argsort(some, kind="stable")
-            ends = np.cumsum(np.bincount(some, minlength=len(states)))
-            for number, places in enumerate(np.split(by_batch, ends[:-1])):
-                if len(places):
-                    file = folder / f"batch-{number:05}.train"
-                    ids = np.fromfile(file, np.uint16, seq_len * len(places), offset=read[number])
-                    rows[places] = ids.reshape(-1, seq_len)
-                    read[number] += ids.nbytes
+            for number, n_rows in zip(*np.unique(some, return_counts=True), strict=True):
+                file = folder / f"batch-{number:05}.train"
+                ids = np.fromfile(file, np.uint16, seq_len * n_rows, offset=read[number])
+                rows[some == number] = ids.reshape(-1, seq_len)
+                read[number] += ids.nbytes
             f.write(rows)
     return len(batch_of_row)
 
@@ -533,7 +519,7 @@ def report(count, seconds):
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
     print(f"written     {data_dir} in {seconds:.1f} s")
     if count["not_utf8"]:
-        few = f"{count['not_utf8']} documents have U+FFFD, where they are not UTF-8"
+        few = f"{count['not_utf8']} documents have U+FFFD, as text that is not UTF-8 gets"
         print(f"WARNING: {few}: iconv -f WINDOWS-1252 -t UTF-8 mends files of an older time")
     print(f"next        {next_command(count['rows'] * seq_len)}")
 

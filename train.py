@@ -89,8 +89,8 @@ eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per line of log.csv
 checkpoint_minutes = 10.0       # between checkpoints; 0 = only around step 1 and at the end
 wandb_project = ""              # log to this project of wandb.ai too (pip install wandb)
-# sentences to fill in, a | between two; '' = none
-samples = "the capital of france is [MASK].|she opened the [MASK] and read the letter."
+# sentences to fill in, a | between two; '' = none; auto = English ones, if normalisation is ascii
+samples = "auto"
 # fmt: on
 
 if __name__ == "__main__" and read_ranks()[0]:
@@ -650,7 +650,7 @@ def check_settings(dev):
         if n_rows < micro_batch or n_rows % micro_batch:
             wanted = f"multiples of micro_batch={micro_batch}"
             sys.exit(f"batch_size, batch_start, batch_rows() must be {wanted}: {n_rows} is none")
-    if samples and any(sentence.count("[MASK]") != 1 for sentence in samples.split("|")):
+    if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
     if offload and (parallel.WORLD_SIZE > 1 or dev.type == "mps"):
         sys.exit("offload needs one process, on cuda or cpu: drop torchrun or --device=mps")

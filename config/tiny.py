@@ -36,7 +36,3 @@ evals = 6
 eval_rows = 192
 checkpoint_minutes = 1.0
 compile = False  # up to 50 s of the three minutes, for a sixth more speed
-samples = (
-    "once upon a [MASK] there was a king.|there were tears in her [MASK]."
-    "|he opened the [MASK] and went out."
-)

@@ -1,29 +1,29 @@
 """Fine-tune a model folder on labels of your own, with transformers' Trainer.
 
-    pip install transformers accelerate
-    python docs/finetune_own_labels.py out/mine tickets.csv out/labelled
-    python docs/finetune_own_labels.py out/mine train.tsv out/labelled --dev=dev.tsv
+    python docs/finetune_own_labels.py out/mine tickets.csv out/labelled --label_column=queue
 
-A .csv or .tsv file has the columns text and label. Without --dev, one row in ten is held out. Then
-OUT is for pipeline("text-classification", OUT). --fresh=1 leaves the pre-training out: what is it
-worth? --pooling=cls reads [CLS] alone, not the mean of all tokens.
+Without --dev a hash holds out a tenth of the texts, with what prepare.py held out.
 """
 
 import argparse
-import csv
-import math
+import collections
 import os
-import random
 import sys
+import time
 
-from transformers import AutoConfig, AutoTokenizer, Trainer, TrainingArguments, set_seed
-from transformers import AutoModelForSequenceClassification as Classifier
+import sklearn.metrics
+import transformers
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from nanocram import machine, sources
+from prepare import is_held_out
 
 parser = argparse.ArgumentParser(usage=__doc__)
 for name in ("model", "train", "out"):
     parser.add_argument(name)
-defaults = {"dev": "", "lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}
-for name, value in (defaults | {"pooling": "mean"}).items():
+defaults = {"dev": "", "text_column": "text", "label_column": "label", "pooling": "mean"}
+defaults |= {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}
+for name, value in defaults.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
 args = parser.parse_args()
 if os.path.exists(args.out):
@@ -31,63 +31,80 @@ if os.path.exists(args.out):
 
 
 def read(path):
-    """[(text, label), ...] of a .csv file, or of a .tsv file, in which quotes mean nothing."""
-    csv.field_size_limit(1 << 24)
-    dialect = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.endswith(".tsv") else {}
+    """[[text, label], ...] of a table, without the rows that lack one, which are counted."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            table = csv.DictReader(file, **dialect)
-            return [(row["text"], row["label"]) for row in table if None not in row.values()]
-    except (OSError, ValueError, KeyError, csv.Error) as e:
-        sys.exit(f"{path}: {e!r}: give a UTF-8 file with the columns text and label")
+        if sources.file_kind(path) not in ("csv", "tsv"):
+            raise ValueError("it is no .csv and no .tsv file")
+        with open(path, "rb") as file:
+            found = list(sources.table_rows(file, path, [args.text_column, args.label_column]))
+    except (OSError, ValueError) as e:
+        sys.exit(f"{path}: {e}")
+    rows = [[(cell or "").strip() for cell in row] for row in found]
+    if any("\ufffd" in text + label for text, label in rows):
+        sys.exit(f"{path} is not UTF-8: type iconv -f WINDOWS-1252 -t UTF-8 {path} > NEW")
+    no_text, no_label = (sum(not row[i] for row in rows) for i in (0, 1))
+    print(f"{path}: {len(rows)} rows; left out: {no_label} without label, {no_text} without text")
+    return [row for row in rows if all(row)]
 
 
-rows = read(args.train)
-random.Random(args.seed).shuffle(rows)
-n_dev = 0 if args.dev else (len(rows) + 9) // 10
-dev, train = read(args.dev) if args.dev else rows[:n_dev], rows[n_dev:]
-names = sorted({name for _, name in train + dev})
-if not (dev and 2 <= len(names) <= max(2, len(train) // 2)):
-    sys.exit(f"{len(train)} rows with {len(names)} labels: give at least two labels, each a class")
-
-set_seed(args.seed)
+train, dev = read(args.train), read(args.dev) if args.dev else []
+if not args.dev:
+    dev = [row for row in train if is_held_out(row[0], 0.1)]
+    train = [row for row in train if not is_held_out(row[0], 0.1)]
+n_train, n_dev = (collections.Counter(label for _, label in rows) for rows in (train, dev))
+names = sorted(n_train | n_dev)
+for name in names[:50]:
+    print(f"{n_train[name]:9,} to train on, {n_dev[name]:7,} held out: {name}")
+if not (dev and len(n_train) > 1 and len(names) <= max(2, len(train) // 2)):
+    sys.exit(f"{len(train)} rows, {len(dev)} held out, {len(names)} labels: give more of each")
+if len(names) >= 10 and all(name.strip("-+").replace(".", "").isdecimal() for name in names):
+    print(f"WARNING: {len(names)} classes, all of them numbers: is {args.label_column} a label?")
+device, dtype = machine.pick("auto", "auto")  # without cuDNN's attention
 label2id = {name: i for i, name in enumerate(names)}
-words = {"id2label": dict(enumerate(names)), "label2id": label2id}
+fields = {"id2label": dict(enumerate(names)), "classifier_pooling": args.pooling}
 try:
-    config = AutoConfig.from_pretrained(args.model, classifier_pooling=args.pooling, **words)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    config = transformers.AutoConfig.from_pretrained(args.model, label2id=label2id, **fields)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
 except (OSError, ValueError) as e:  # no such folder, or no architecture of transformers
     sys.exit(f"cannot read {args.model}: {str(e).splitlines()[0]}")
-model = Classifier.from_config(config)
-if not args.fresh:
-    model = Classifier.from_pretrained(args.model, config=config)
-
-
-# say which texts are cut, and which reach positions that pre-training has not seen
+transformers.set_seed(args.seed)
+auto = transformers.AutoModelForSequenceClassification
+model = auto.from_config(config) if args.fresh else auto.from_pretrained(args.model, config=config)
 lengths = [len(tokenizer(text, verbose=False)["input_ids"]) for text, _ in train + dev]
-trained = getattr(config, "trained_on", {}).get("seq_len", math.inf)
-longest = tokenizer.model_max_length
-n_longer, n_cut = (sum(n > limit for n in lengths) for limit in (trained, longest))
-if n_longer and trained < longest and not args.fresh:
-    said = f"{args.model} has seen no rows so long: docs/own_text.md tells what helps"
-    print(f"{n_longer} of {len(lengths)} texts have more than {trained} tokens; {said}")
-if n_cut:
-    print(f"{n_cut} of {len(lengths)} texts have more than {longest} tokens, and are cut there")
+trained = getattr(config, "trained_on", {}).get("seq_len", 10**9)
+unseen = "its pre-training had no rows so long, see docs/own_text.md"
+for limit, what in ((trained, unseen), (tokenizer.model_max_length, "they are cut there")):
+    if n := sum(length > limit for length in lengths):
+        print(f"{n} of {len(lengths)} texts have more than {limit} tokens: {what}")
 
 
-def encode(rows):
-    return [tokenizer(text, truncation=True) | {"label": label2id[name]} for text, name in rows]
+class Forecast(transformers.TrainerCallback):
+    def on_step_end(self, _, state, control, **more):
+        times.append(time.monotonic())
+        if len(times) == 11:
+            minutes = (times[10] - times[0]) / 600 * (state.max_steps - 11)
+            sources.say_once(f"{state.max_steps} steps, some {minutes:.1f} minutes more")
 
 
+times = []  # of the steps' ends
+train, dev = (
+    [tokenizer(text, truncation=True) | {"label": label2id[label]} for text, label in rows]
+    for rows in (train, dev)
+)
 unfinished = os.path.normpath(args.out) + ".tmp"  # renamed once it is whole
 settings = {"learning_rate": args.lr, "num_train_epochs": args.epochs, "seed": args.seed}
-settings["per_device_train_batch_size"] = args.batch
-settings["warmup_steps"] = len(train) * args.epochs // args.batch // 10
-settings = TrainingArguments(unfinished, save_strategy="no", report_to="none", **settings)
-trainer = Trainer(model, settings, train_dataset=encode(train), processing_class=tokenizer)
+settings |= {"per_device_train_batch_size": args.batch, "bf16": str(dtype) == "torch.bfloat16"}
+settings |= {"warmup_steps": len(train) * args.epochs // args.batch // 10, "report_to": "none"}
+settings["use_cpu"] = device.type == "cpu"
+settings = transformers.TrainingArguments(unfinished, save_strategy="no", **settings)
+trainer = transformers.Trainer(model, settings, None, train, None, tokenizer, callbacks=[Forecast])
 trainer.train()
-predicted = trainer.predict(encode(dev))
-accuracy = (predicted.predictions.argmax(-1) == predicted.label_ids).mean()
+scores, labels, _ = trainer.predict(dev)
+answers = scores.argmax(-1)
 trainer.save_model(unfinished)
 os.rename(unfinished, args.out)
-print(f"{args.out}: accuracy {accuracy:.1%} on {len(dev)} rows that it was not trained on")
+f1 = sklearn.metrics.f1_score(labels, answers, average="macro", zero_division=0)
+largest = max(n_train, key=n_train.get)
+said = f"accuracy {(answers == labels).mean():.1%}, macro-F1 {f1:.1%}"
+print(f"{args.out}: {said} on {len(dev)} held-out rows")
+print(f"always naming {largest!r} has an accuracy of {n_dev[largest] / len(dev):.1%} on them")

@@ -130,21 +130,15 @@ def fill_masks(model, tokenizer, sentence, device="cpu"):
 class Ragged:
     """Rows of any length on the device; a step moves only the numbers of its rows there.
 
-    Made of arrays: "ids" (all rows, one behind the other), "length" and "first" (tokens of a row,
-    and of its first text), "labels" (one a row, or none)."""
+    Made of arrays: "ids" (N, longest), padded; "length" and "first" (N,), tokens of a row, and of
+    its first text; "labels" (N,)."""
 
-    def __init__(self, arrays, pad, two_types, dev):
-        self.length = arrays["length"]
-        self.pad = pad
-        self.two_types = two_types
-        self.dev = dev
-        start = np.cumsum(self.length) - self.length
-        self.ids = torch.from_numpy(arrays["ids"]).to(dev)
-        self.start = torch.from_numpy(start).to(dev)
-        self.end = torch.from_numpy(start + self.length).to(dev)
-        self.first_end = torch.from_numpy(start + arrays["first"]).to(dev)
-        labels = torch.from_numpy(arrays["labels"])
-        self.labels = (labels.float() if labels.is_floating_point() else labels).to(dev)
+    def __init__(self, arrays, two_types, dev):
+        self.length, self.two_types, self.dev = arrays["length"], two_types, dev
+        tensors = {name: torch.from_numpy(array).to(dev) for name, array in arrays.items()}
+        self.ids, self.end, self.first_end, self.labels = tensors.values()
+        if self.labels.is_floating_point():
+            self.labels = self.labels.float()
 
     def batch(self, rows):
         """((ids, attention_mask, token_type_ids), labels) of rows, (B, T) and (B,).
@@ -152,14 +146,13 @@ class Ragged:
         attention_mask is None where nothing is padded, token_type_ids without a second type."""
         T = int(round_up(self.length[rows].max(), 8))
         which = torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda")
-        at = self.start[which, None] + torch.arange(T, device=self.dev)  # (B, T) places in self.ids
-        real = at < self.end[which, None]
+        at = torch.arange(T, device=self.dev)
+        real = at < self.end[which, None]  # (B, T)
         second = at >= self.first_end[which, None]
-        ids = self.ids[at.clamp_(max=len(self.ids) - 1)].long().masked_fill_(~real, self.pad)
         attention_mask = None if self.length[rows].min() == T else real
         token_type_ids = (second & real).long() if self.two_types else None
-        labels = self.labels[which] if len(self.labels) else None
-        return (ids, attention_mask, token_type_ids), labels
+        ids = self.ids[which, :T].long()
+        return (ids, attention_mask, token_type_ids), self.labels[which]
 
 
 def batches_by_length(length, size, seed):

@@ -178,9 +178,8 @@ def from_folder_keys(state, config, is_native):
 def identity_head(config):
     """The weights of the head that a ModernBERT needs where our model has none.
 
-    The head's dense layer is the identity. Its norm gets our final norm's weights, and the final
-    norm before it ones: normalising twice differs from once by no more than norm_eps / 2 of the
-    result, where the variance is 1 or more."""
+    Its dense layer is the identity, its norm has our final norm's weights, and that one has ones:
+    normalising twice changes at most a share of norm_eps / 2, where the variance is 1 or more."""
     width = config.n_embd
     weights = {"head.dense.weight": torch.eye(width), "model.final_norm.weight": torch.ones(width)}
     if config.head_bias:

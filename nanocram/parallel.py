@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=8 train.py --micro_batch=128
     torchrun --nproc_per_node=2 train.py config/tiny.py --device=cpu   # two processes on a CPU
 
-Of a step's micro-batches, rank r of N computes those numbered r, r + N and so on, and the gradients
-are summed once a step: N ranks learn what one would. This is not DistributedDataParallel, because
-at the start of a batch ramp there may be fewer micro-batches than ranks.
+Of a step's micro-batches rank r of N computes number r, r + N and so on, and the gradients are
+summed: N ranks learn what one would. It is not DistributedDataParallel, because at the start of a
+batch ramp there may be fewer micro-batches than ranks.
 """
 
 import os

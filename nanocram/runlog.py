@@ -24,6 +24,7 @@ COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
     "lr batch_size mask_rate grad_norm skipped muon_lr"
 ).split()  # the first ones of log.csv; whatever else is measured follows
+ENGLISH = "once upon a [MASK] there was a king.|he opened the [MASK] and went out."
 
 
 def read_facts(folder):
@@ -106,7 +107,10 @@ class Log:
         self.has_forecast = False
         self.wandb = None
         longest = run.model.config.max_seq_len - 2  # [CLS] and [SEP]
-        sentences = settings["samples"].split("|") if settings["samples"] else []
+        samples = settings["samples"]
+        if samples == "auto":
+            samples = ENGLISH if run.tokenizer.mode == "ascii" else ""
+        sentences = samples.split("|") if samples else []
         self.sentences = [s for s in sentences if len(run.tokenizer.encode(s)) <= longest]
         self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * run.world_size
         self.n_params = sum(p.numel() for p in run.model.parameters())
@@ -134,10 +138,9 @@ class Log:
 
                 what = {"name": self.folder.name, "id": before.get("wandb_id"), "resume": "allow"}
                 self.wandb = wandb.init(project=settings["wandb_project"], config=settings, **what)
-            except ImportError:
-                sys.exit("wandb_project needs wandb: pip install wandb")
-            except Exception as e:  # no key, no network: each raises something else
-                sys.exit(f"wandb: {first_line(e)}: type wandb login, or WANDB_MODE=offline")
+            except Exception as e:  # no package, no key, no network: each raises something else
+                advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
+                sys.exit(f"wandb: {first_line(e)}: type {advice}")
             self.facts["wandb_id"] = self.wandb.id
 
         # make the folder ready; run.json comes first, for by it a later command knows a run
@@ -313,10 +316,10 @@ tags: [masked-lm, cramming]
 # {name}
 
 A masked language model of {run[parameters]:,} parameters, pre-trained by nanocram after
-[Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and the text of
-`{run[corpus][source]}`. After {hours:.2f} hours, {line[step]:,} steps and {line[tokens]:,} tokens
-its loss on held-out text was {line[val_loss_15]:.3f} nats per token with 15 % masked, and
-{line[val_loss_25]:.3f} with 25 %.{before}
+[Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and
+{trained[tokens]:,} tokens of {sources}. After {hours:.2f} hours and {line[step]:,} steps of its
+last run its loss on held-out text was {line[val_loss_15]:.3f} nats per token with 15 % masked,
+and {line[val_loss_25]:.3f} with 25 %.
 
 It takes up to {longest} tokens, and was trained on rows of {trained[seq_len]}.
 
@@ -348,11 +351,7 @@ def write_card(folder, glue_table=()):
     config = json.loads((folder / "config.json").read_text("utf-8"))
     is_native = config["model_type"] == "modernbert"
     own = {"sources": [facts["corpus"]["source"]], "seq_len": facts["settings"]["seq_len"]}
-    trained, before = own | config.get("trained_on", {}), ""
-    if facts.get("began_from"):
-        earlier = " and ".join(f"`{name}`" for name in dict.fromkeys(trained["sources"][:-1]))
-        name, tokens = Path(facts["began_from"]["model"]).name, trained["tokens"]
-        before = f" It began from `{name}`, a model of {earlier}: {tokens:,} known tokens in all."
+    trained = own | {"tokens": evaluations[-1]["tokens"]} | config.get("trained_on", {})
     front = "library_name: transformers\npipeline_tag: fill-mask"
     name = folder.resolve().name
     text = CARD.format(
@@ -362,7 +361,7 @@ def write_card(folder, glue_table=()):
         run=facts,
         line=evaluations[-1],
         hours=evaluations[-1]["elapsed_s"] / 3600,
-        before=before,
+        sources=" and ".join(f"`{name}`" for name in dict.fromkeys(trained["sources"])),
         longest=config["nanocram"]["max_seq_len"],
         trained=trained,
         use=(NATIVE if is_native else OURS).format(name=name),

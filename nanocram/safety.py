@@ -88,10 +88,8 @@ def run(main, folder, then, if_oom="use a smaller model"):
 
 
 class Signals(contextlib.ContextDecorator):
-    """Around a function: SIGINT, SIGTERM and SIGHUP set .stop. The same once more ends the process.
-
-    For two seconds a repetition is ignored: torchrun passes on a SIGTERM that each rank has got
-    from the batch system too."""
+    """Around a function: SIGINT, SIGTERM and SIGHUP set .stop. The same once more ends the process,
+    after two seconds: torchrun passes on a SIGTERM that each rank got from the batch system."""
 
     stop = False  # bench.py and the tests ask without entering
 

@@ -3,7 +3,6 @@
 A file of the Hub is streamed in blocks as if it lay here.
 """
 
-import codecs
 import csv
 import functools
 import gzip
@@ -13,27 +12,22 @@ import json
 import os
 import re
 
-KINDS = {
-    ".txt": "text",
-    ".log": "text",
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-}
+from tqdm import tqdm
+
 HUB = "hf://"  # how the address of a Hub file begins
 BLOCK = 16 << 20  # bytes of a Hub file in one request; the next one comes while one is read
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
+say_once = functools.cache(tqdm.write)  # above a progress bar
 
 
 def file_kind(path):
     """text, json, csv, tsv or parquet, by a file's name; None for all others."""
     stem, ending = os.path.splitext(path.lower())
-    if ending in (".gz", ".zst"):
-        kind = KINDS.get(os.path.splitext(stem)[1])
-        return kind if kind != "parquet" else None
-    return KINDS.get(ending)
+    is_packed = ending in (".gz", ".zst")
+    kind = (os.path.splitext(stem)[1] if is_packed else ending).removeprefix(".")
+    kind = {"txt": "text", "log": "text", "jsonl": "json"}.get(kind, kind)
+    is_read = kind in ("text", "json", "csv", "tsv") or (kind == "parquet" and not is_packed)
+    return kind if is_read else None
 
 
 # The Hub
@@ -78,6 +72,7 @@ def explain(error):
         "offlinemode": "unset HF_HUB_OFFLINE, or give files of your own",
         "gated": "accept its terms on its page at the Hub, then type: hf auth login",
         "(config name is missing|builderconfig)": "name one as NAME:CONFIG",
+        "zstd.* memory": "zstd -d --long=31 makes a file that is read",
         r"\w*notfound": "check the name; for a private one type: hf auth login",
     }
     found = (hint for words, hint in hints.items() if re.search(rf"\b{words}", why, re.IGNORECASE))
@@ -101,8 +96,21 @@ def read_texts(file, path, column, by_line=False):
     Raises ValueError with the line where it is broken, or whatever a reader raises."""
     kind = file_kind(path)
     if kind == "parquet":
-        yield from parquet_texts(file, column)
-        return
+        texts = parquet_texts(file, column)
+    elif kind == "json":
+        texts = json_texts(open_text(file, path), column)
+    elif kind == "text":
+        texts = filter(str.strip, split_documents(open_text(file, path), by_line))
+    else:
+        texts = (text for (text,) in table_rows(file, path, [column]))
+    for text in texts:
+        if text and not text.isascii():  # U+FFFD for lone surrogates, which UTF-8 cannot hold
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield text or ""
+
+
+def open_text(file, path):
+    """The characters of an open file; every end of a line stays as it is."""
     if path.lower().endswith(".gz"):
         file = gzip.GzipFile(fileobj=file)
     if path.lower().endswith(".zst"):
@@ -110,19 +118,10 @@ def read_texts(file, path, column, by_line=False):
 
         file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     file = io.BufferedReader(file, 1 << 20)
-    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        raise ValueError("it is UTF-16: iconv -f UTF-16 -t UTF-8 makes it text")
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace")
-    if kind == "text":
-        yield from filter(str.strip, split_documents(text, by_line))
-        return
-    records = json_records(text) if kind == "json" else table_records(text, kind)
-    for number, record in enumerate(records):
-        if not isinstance(record, dict):
-            raise ValueError(f"{record!r:.40} is no object with columns")
-        if number == 0:
-            check_column(column, record)
-        yield checked(record.get(column), column)
+    if b"\0" in file.peek(1):
+        raise ValueError("it has NUL bytes, which iconv -f UTF-16 -t UTF-8 or tr -d '\\0' take out")
+    newline = "\n" if file_kind(path) in ("csv", "tsv") else ""  # a row may hold a lone \r
+    return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
 
 
 def split_documents(file, by_line=False):
@@ -138,30 +137,67 @@ def split_documents(file, by_line=False):
     yield "".join(document)
 
 
-def json_records(file):
-    """The objects in the lines of an open file, or in the one list that it is."""
+def json_texts(file, column):
+    """The texts of the objects in the lines of an open file, or in the one list that it is."""
     first = file.readline()
-    if first.lstrip().startswith("["):
-        yield from json.loads(first + file.read())
-        return
-    for number, line in enumerate(itertools.chain([first], file), 1):
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as e:
-                raise ValueError(f"line {number}, column {e.colno}: {e.msg}") from None
-            yield record
+    is_list = first.lstrip().startswith("[")
+    parts = json.loads(first + file.read()) if is_list else itertools.chain([first], file)
+    names = None
+    for number, record in enumerate(parts, 1):
+        try:
+            if not is_list:
+                if not record.strip():
+                    continue
+                record = json.loads(record)
+            if not isinstance(record, dict):
+                raise ValueError(f"{json.dumps(record):.40} is no object: take it out")
+            if names is None:
+                names = list(record)
+                check_columns([column], names, record)
+            text = record.get(column)
+            check_text(text, column)
+        except ValueError as e:  # of a JSONDecodeError its msg, without a line within the line
+            where = f"record {number}" if is_list else f"line {number}"
+            where += f", column {e.colno}" if hasattr(e, "colno") else ""
+            raise ValueError(f"{where}: {getattr(e, 'msg', e)}") from None
+        yield text
 
 
-def table_records(file, kind):
-    """The rows of an open table. In a csv a cell may stand in quotes; in a tsv a quote is text."""
+def table_rows(file, path, columns):
+    """The cells of each row of an open table, [str, or None where the row is short].
+
+    A .csv is as RFC 4180 has it; in a .tsv each line is a row, and a quote is text."""
+    file, is_csv = open_text(file, path), file_kind(path) == "csv"
+    header = file.readline()
+    bare = re.sub('"[^"]*"', "", header)
+    delimiter = next((sign for sign in ",;\t" if sign in bare), ",") if is_csv else "\t"
+    if is_csv and delimiter != ",":
+        say_once(f"the cells of a .csv are read as its header has them, between {delimiter!r}")
     csv.field_size_limit(1 << 24)  # what is longer is a quote that nothing closes
-    strict = {"strict": True} if kind == "csv" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    rows = csv.DictReader(file, **strict)
+    lines = itertools.chain([header], file)
+    by_tabs = (line.rstrip("\r\n").split("\t") for line in lines)
+    rows = csv.reader(lines, delimiter=delimiter, strict=True) if is_csv else by_tabs
+    names, begin = None, 1  # the line where the row begins
     try:
-        yield from rows
+        for cells in rows:
+            if not any(cells):
+                pass  # a blank line
+            elif names is None:
+                names = [name.strip() for name in cells]
+                check_columns(columns, names)
+                places = [names.index(column) for column in columns]
+            elif any(map(str.strip, cells[len(names) :])):
+                raise csv.Error(f"it has {len(cells)} cells, and the header {len(names)}")
+            elif is_csv and any(re.fullmatch(r' +".*"\s*', cell) for cell in cells):
+                raise csv.Error("a space stands before a quote")
+            elif not is_csv and len(cells) < len(names) and any(c.count('"') % 2 for c in cells):
+                raise csv.Error("cells are quoted, which a .tsv has no use for: write a .csv")
+            else:
+                yield [cells[i] if i < len(cells) else None for i in places]
+            begin = rows.line_num + 1 if is_csv else begin + 1
     except csv.Error as e:
-        raise ValueError(f"line {rows.line_num + 1}: {e}") from None
+        rule = f': a cell with a {delimiter} or a " is to be in quotes, and each " in it doubled'
+        raise ValueError(f"line {begin}: {e}{rule if is_csv else ''}") from None
 
 
 def parquet_texts(file, column):
@@ -169,22 +205,27 @@ def parquet_texts(file, column):
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    check_column(column, table.schema_arrow.names)
+    check_columns([column], table.schema_arrow.names)
     for batch in table.iter_batches(256, columns=[column], use_threads=False):
         for text in batch.column(0).to_pylist():
-            yield checked(text, column)
+            check_text(text, column)
+            yield text
 
 
-def checked(text, column):
-    """text with U+FFFD for lone surrogates, which UTF-8 cannot hold; ValueError if it is no str."""
+def check_text(text, column):
     if not isinstance(text, str | None):
-        raise ValueError(f"{column!r} holds {text!r:.40}, no text: type --text_column=NAME")
-    if text and not text.isascii():
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text or ""
+        advice = "type --text_column=NAME, or make it a string or null"
+        raise ValueError(f"{column!r} is {text!r:.40}, no text: {advice}")
 
 
-def check_column(column, names):
-    if column not in names:
-        have = ", ".join(map(str, names))
-        raise ValueError(f"no column {column!r}, it has {have}: type --text_column=NAME")
+def check_columns(columns, names, record=()):
+    for column in columns:
+        lists = [name for name in record if isinstance(record[name], list)]
+        if column not in names and lists:
+            raise ValueError(f"its records are in a list: jq -c '.{lists[0]}[]' OLD > NEW.jsonl")
+        if column not in names:
+            have = ", ".join(map(str, names))
+            option = "text" if column == columns[0] else "label"
+            raise ValueError(f"no column {column!r}, it has {have}: type --{option}_column=NAME")
+        if names.count(column) > 1:
+            raise ValueError(f"two columns are named {column!r}: rename one")

@@ -1,9 +1,8 @@
 """Text to token ids and back: one normalisation, one byte-level BPE, one file with two readers.
 
-The tokenizers library trains the vocabulary and defines tokenizer.json: transformers loads it with
-no code of ours. tiktoken reads the same file and is several times faster, so the scripts use that.
-The ids are equal on any text but one that spells a special token: there transformers makes that
-token, as its users expect of "[MASK]".
+The tokenizers library trains the vocabulary and defines tokenizer.json, which transformers loads.
+tiktoken reads the same file several times faster, for the scripts. The ids are equal on any text
+but one that spells a special token, like "[MASK]": there transformers makes that token.
 """
 
 import functools
@@ -32,15 +31,19 @@ SPACE = "[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u300
 BEFORE_PUNCTUATION = r" (?=[!-/:-@\[-`{-~])"
 NOT_ASCII = "[^\x00-\x7f]{1,16}"  # bounded, so that the cache of to_ascii() is
 # Typographic characters become the ASCII ones they stand for; the paper's code deletes them. Of the
-# others NFD leaves the base letters, é is e; all else goes.
+# others NFKD leaves what is ASCII: e of é, fi of a ligature, 2 of a raised one. All else goes.
+LETTERS = {"[æÆ]": "ae", "[œŒ]": "oe", "ß": "ss", "[øØ]": "o", "[łŁ]": "l", "ı": "i"}
+SIGNS = {"€": "EUR", "£": "GBP", "±": "+-", "×": "x", "≤": "<=", "≥": ">=", "½": " 1/2"}
 FOLD = {
-    "[\u2018-\u201b\u2032\u02bc]": "'",
+    "[\u2018-\u201b\u2032\u02bb\u02bc\xb4]": "'",
     "[\u201c-\u201f\u2033\xab\xbb]": '"',
-    "[\u2010-\u2013\u2212]": "-",
+    "[\u2010-\u2013\u2212\u207b\u208b]": "-",
     "[\u2014\u2015]": "--",
-    "\u2026": "...",
+    **(LETTERS | SIGNS),
     SPACE: " ",
 }
+# other fractions, which would join a number before them, and what a newer Unicode decomposes
+GONE = "[\xbc\xbe\u2150-\u215f\u2189\ua7f0-\ua7ff\U00010000-\U0010ffff]"
 
 # The alphabet of byte-level vocabularies (GPT-2's) has a character for each byte: printable ones
 # stand for themselves, the others follow from 256 on.
@@ -49,21 +52,26 @@ OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
+def with_stand_ins(text, form="NFKC"):
+    """A text in which mode "ascii" strips or drops just the characters outside ASCII."""
+    for pattern, stand_in in FOLD.items():
+        text = re.sub(pattern, stand_in, text)
+    return unicodedata.normalize(form, text)
+
+
 @functools.lru_cache(1 << 16)
 def to_ascii(run):
     """What a run of characters outside ASCII becomes."""
-    for pattern, replacement in FOLD.items():
-        run = re.sub(pattern, replacement, run)
-    return unicodedata.normalize("NFD", run).encode("ascii", "ignore").decode("ascii")
+    folded = with_stand_ins(re.sub(GONE, "", run), "NFKD")
+    return folded.encode("ascii", "ignore").decode("ascii")
 
 
 def normalise(text, mode):
     """Text as the vocabulary sees it: a space before every word, the first too, and none before
     ASCII punctuation.
 
-    Mode "ascii" is the paper's (section 4.4) but for FOLD: quotes unified, NFD, lower case, accents
-    and all else outside ASCII removed. Mode "plain" keeps case, accents and every script. Mode
-    "none" returns the text as it is."""
+    "ascii" is the paper's (section 4.4) but for FOLD and NFKD: lower case, quotes unified, accents
+    and all else outside ASCII removed. "plain" keeps every script. "none" is the text as it is."""
     if mode == "none":
         return text
     if mode == "ascii":
@@ -87,8 +95,8 @@ def normaliser_steps(mode):
 
     steps = []
     if mode == "ascii":
-        steps += [replace(pattern, content) for pattern, content in FOLD.items()]
-        steps += [{"type": "NFD"}, replace(NOT_ASCII, ""), {"type": "Lowercase"}]
+        steps += [replace(GONE, "")] + [replace(*pair) for pair in FOLD.items()]
+        steps += [{"type": "NFKD"}, replace(NOT_ASCII, ""), {"type": "Lowercase"}]
         steps += [replace("``", '"', "String"), replace("''", '"', "String")]
     strip = {"type": "Strip", "strip_left": True, "strip_right": True}
     prepend = {"type": "Prepend", "prepend": " "}
@@ -167,7 +175,13 @@ class Tokenizer:
         try:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
             known = [mode for mode in MODES if normaliser_steps(mode) == spec["normalizer"]]
-            self.mode = known[0]
+            is_ascii = "Lowercase" in str(spec["normalizer"])
+            self.mode = known[0] if known else "ascii" if is_ascii else "plain"
+            self.normalise = functools.partial(normalise, mode=self.mode)
+            if not known:  # the stand-ins were others: the library applies them, more slowly
+                from tokenizers import Tokenizer as Library
+
+                self.normalise = Library.from_file(str(path)).normalizer.normalize_str
             split = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]
             if split != {"Regex": PATTERN}:  # many files of others have no normaliser either
                 raise ValueError("its words are split otherwise")
@@ -184,7 +198,7 @@ class Tokenizer:
 
     def encode(self, text):
         """Ids (n,) of a text, uint16, special tokens never among them."""
-        return self.encode_normal(normalise(text, self.mode))
+        return self.encode_normal(self.normalise(text))
 
     def encode_normal(self, text):
         """encode() of a text that normalise() has seen."""

@@ -114,7 +114,7 @@ def test_training_equals_a_plain_loop_around_transformers(
     settings.setattr(ft, "glue_weight_decay", decay)
     settings.setattr(ft, "glue_schedule", kind)
     candidate = ft.Ours(model, False)
-    data = Ragged(ft.tokenised(candidate, task, "train"), candidate.pad, False, CPU)
+    data = Ragged(ft.tokenised(candidate, task, "train"), False, CPU)
     torch.manual_seed(5)
     net = candidate.build(n_outputs)
     facts = {"classifier_pooling": pooling, "classifier_dropout": 0.0, "num_labels": n_outputs}
@@ -166,7 +166,7 @@ def test_dropout_is_on_in_training_alone(model, settings):
     net = candidate.build(2)
     assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
     assert {layer.attn.dropout for layer in net.model.layers} == {0.1}
-    data = Ragged(ft.tokenised(candidate, "rte", "dev"), 0, False, CPU)
+    data = Ragged(ft.tokenised(candidate, "rte", "dev"), False, CPU)
     ft.fine_tune(candidate, net.eval(), data, 0, torch.float32)
     assert net.training
 
@@ -285,7 +285,7 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir, sent
         assert first == (up_to_sep if kind == "Bert" else len(ids))
     candidate.batch = 8
     arrays = ft.tokenised(candidate, "mnli", "train")
-    data = Ragged(arrays, candidate.pad, candidate.two_types, CPU)
+    data = Ragged(arrays, candidate.two_types, CPU)
     net = candidate.build(3)
     before = ft.predict(net, data, torch.float32)
     ft.fine_tune(candidate, net, data, 0, torch.float32)

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -279,11 +280,100 @@ def texts_in(path):
 
 def test_quotes_half_an_emoji_and_bytes_that_are_no_utf8(tmp_path):
     path = tmp_path / "a.tsv"
-    path.write_text('id\ttext\n1\t"open\n2\n3\tend"\textra\n')
+    path.write_text('id\ttext\n1\t"open\n2\n3\tend"\n')
     assert texts_in(path) == ['"open', "", 'end"']
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "\\ud83d."}\n{"text": "\xfcber"}\n')
     assert texts_in(path) == ["\ufffd.", "\ufffdber"]
+
+
+# zstd: magic number, a window of 512 MB, one raw block
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little") + b"text\n"
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.csv", "text\nok\nI ate pie, ice cream\n", "line 3: it has 2 cells, and the header 1"),
+        ("a.csv", 'id,text\n1, "a, b"\n', "line 2: it has 3 cells"),
+        ("a.csv", 'id,text\n1,ok\n2, "c"\n', "line 3: a space stands before a quote"),
+        ("a.csv", "text,id,text\nbody,1,n/a\n", "two columns are named 'text': rename one"),
+        ("a.csv", 'text,id\n"a\nb",1\n"Great,2\nok,3\n', "line 4: unexpected end of data"),
+        ("a.csv", 'text,id\n"He said \\"hi\\", ok",1\n', "line 2: ',' expected"),
+        ("a.csv", "id;text\n1;a\n2;b;c\n", "line 3: it has 3 cells"),
+        ("a.csv", "text\rold\rMac\r", "line 1: new-line character"),
+        ("a.tsv", 'id\ttext\n1\t"two\nlines"\n', "line 3: cells are quoted"),
+        ("a.tsv", "id\ttext\n1\ta\tb\n", "line 2: it has 3 cells"),
+        ("a.txt", "hello\nworld\n".encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.csv", "text\nhello\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": NaN}\n', "line 3: 'text' is nan, no text"),
+        ("a.jsonl", '{"text": "a"}\nnull\n', "line 2: null is no object: take it out"),
+        ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', "make it a string or null"),
+        ("a.json", '{"data": [{"text": "a"}]}', "jq -c '.data[]' OLD > NEW.jsonl"),
+        ("a.json", '[{"text": "a"}, ["b"]]', 'record 2: ["b"] is no object'),
+        ("a.txt.zst", LONG_WINDOW, "zstd -d --long=31"),
+    ],
+)
+def test_a_table_that_would_lose_text_is_refused(tmp_path, prepare, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit) as end:
+        prepare(tmp_path / "out", tmp_path / name, vocab_size=300)
+    assert message in str(end.value) and "\n" not in str(end.value)
+
+
+@pytest.mark.parametrize(
+    "name, content, texts",
+    [
+        ("a.tsv", "id\ttext\n1\ta\rb\r\n2\tok\r\n", ["a\rb", "ok"]),
+        ("a.tsv", "text\tlabel\nfirst\r\tpos\n\nlast\n", ["first\r", "last"]),
+        ("a.csv", '\ufeffid;text\r\n1;a, b\r\n2;"c;\r\nd"\r\n', ["a, b", "c;\r\nd"]),
+        ("a.csv", "id\ttext\n1\ta, b\n", ["a, b"]),
+        ("a.csv", 'text , id,,\n"5"" pipe",1,,\n5" pipe\n,,,\n', ['5" pipe', '5" pipe']),
+        ("a.csv", '"a;b",text\n1," ""so"" it is"\n', [' "so" it is']),
+        ("a.jsonl", '{"text": "a\\r\\nb"}\r\n', ["a\r\nb"]),
+        ("a.txt", "a\r\nb", ["a\r\nb"]),
+        ("a.csv", "", []),
+    ],
+)
+def test_a_table_is_read_as_it_is(tmp_path, name, content, texts):
+    (tmp_path / name).write_bytes(content.encode())
+    assert texts_in(tmp_path / name) == texts
+
+
+def test_what_ascii_loses_is_counted(tmp_path, prepare, capfd):
+    """The same in both forms of Unicode; marks, digits and signs of other scripts, too."""
+
+    def repeated(text):
+        return "".join(f"{i} {text}\n\n" for i in range(100, 500))
+
+    french = repeated("les élèves français étaient déçus à l'école, et la dame au café aussi")
+    shares = []
+    for form in ("NFC", "NFD"):
+        (tmp_path / form).mkdir()
+        (tmp_path / form / "a.txt").write_text(unicodedata.normalize(form, french))
+        prepare(tmp_path / form / "out", tmp_path / form / "a.txt", vocab_size=280)
+        shares += re.findall(r"drops .* of the words", capfd.readouterr().out)
+    lost = sum(char > "\x7f" for char in french) / (len(french) - 2 * 400)
+    assert shares[0] == shares[1] and f"drops {lost:.1%} of the characters" in shares[0]
+    texts = {
+        "hindi": ("उन्होंने बच्चों को ७ कहानियाँ सुनाईं", "type --normalisation=plain"),
+        "mixed": ("बच्चों को कहानियाँ सुनाईं बच्चों को कहानियाँ सुनाईं report", "type --normalisation=plain"),
+        "vietnamese": ("Tiếng Việt là ngôn ngữ của người Việt", "type --normalisation=plain"),
+        "emoji": ("good morning 😀 to all of you and also to the dog", ""),
+        "signs": ("it is 2° colder than it was on the day before ☂ it rained", ""),
+    }
+    for name, (text, message) in texts.items():
+        (tmp_path / f"{name}.txt").write_text(repeated(text))
+        settings = {"source": tmp_path / f"{name}.txt", "vocab_size": 280}
+        if message:
+            with pytest.raises(SystemExit, match=message):
+                prepare(tmp_path / name, **settings)
+        else:
+            prepare(tmp_path / name, **settings)
+            assert "WARNING: normalisation=ascii" in capfd.readouterr().out
+    (tmp_path / "plain.txt").write_text(repeated("it’s “½” of €5 – the ﬁrst x² ≤ 3 … of Æsop"))
+    prepare(tmp_path / "plain", tmp_path / "plain.txt", vocab_size=290)
+    assert "WARNING" not in capfd.readouterr().out
 
 
 def test_a_text_without_blank_lines_is_cut(monkeypatch):
@@ -306,7 +396,7 @@ def test_a_look_before_the_work(tmp_path, prepare, capfd):
         prepare(tmp_path / "out", tmp_path / "greek.txt", vocab_size=262)
     log = {"source": tmp_path / "log.txt", "vocab_size": 4096}
     with pytest.raises(SystemExit, match="type --filter_ratio=0"):
-        prepare(tmp_path / "out", filter_ratio=-1.0, **log)
+        prepare(tmp_path / "out", filter_ratio=0.307, **log)
     prepare(tmp_path / "out", **log)  # what they said helps, in the same folder
 
 
@@ -399,7 +489,7 @@ def folder_of_slips(tmp_path, corpus, monkeypatch):
     [
         ({"source": "*.tsv"}, "no file matches"),
         ({"source": "utf16.txt"}, "iconv -f UTF-16"),
-        ({"source": "column.csv"}, "it has body;id: type --text_column=NAME"),
+        ({"source": "column.csv"}, "it has body, id: type --text_column=NAME"),
         ({"source": "nobody/nothing"}, "could not read nobody/nothing (ConnectionError"),
         ({"source": "short.txt"}, "the text yields only"),
         ({"source": "single.txt"}, "held out of 1 documents (paragraphs): delete "),

@@ -15,8 +15,10 @@ import glob
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
@@ -32,7 +34,7 @@ from tqdm import tqdm
 from nanocram import safety, sources
 from nanocram.settings import configure, prepare_streams
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
-from nanocram.tokenizer import CLS, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
+from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
 
 # fmt: off
 # what to read
@@ -50,8 +52,7 @@ vocab_size = 32768                    # entries of the byte-level BPE, 4 special
 vocab_sample_mb = 100                 # million characters to train it on, shared by the sources
 # tokens to rows
 seq_len = 128                         # tokens in a row, the leading [CLS] included
-# keep if tokens < ratio x characters (paper 4.4); other sizes: docs/how_it_works.md; 0 = keep all
-filter_ratio = 0.237
+filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 = paper's; 0 = all
 order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
 val_share = 0.0                       # share of documents held out, by hash; 0 = by the text's size
 val_tokens = 1000000                  # in val.bin at most; what else is held out is dropped
@@ -94,10 +95,8 @@ def find_files():
 
 
 def read_file(path, skipped):
-    """Yield (number, text, bytes read so far) of a file's documents, counted from 1, but for the
-    first ones.
-
-    Waits for a silent Hub. Exits where a file cannot be read to its end."""
+    """Yield (number from 1, text, bytes read so far) of a file's documents behind skipped ones.
+    Waits for a silent Hub; exits where the file cannot be read to its end."""
     tries = 0
     while True:
         try:
@@ -161,6 +160,16 @@ def choose_share(size, n_documents):
     return float(f"{share:.1g}")
 
 
+def filter_threshold():
+    """Documents with at least so many tokens a character are dropped, of which the paper's 0.25
+    counts ALBERT's (section 4.4). Ours are fitted to drop as many: see docs/how_it_works.md."""
+    if filter_ratio >= 0 or vocab_size < 4096 or normalisation == "none":
+        return max(0.0, filter_ratio)
+    halvings = max(0.0, 15 - math.log2(vocab_size))
+    most, slope = {"ascii": (0.237, 0.011), "plain": (0.246, 0.014)}[normalisation]
+    return round(most + slope * halvings + 0.0041 * halvings**2, 3)
+
+
 def make_vocabulary(files, folder):
     """Train it on the first texts of each source, or copy it; exit where it does not suit them.
 
@@ -191,14 +200,14 @@ def make_vocabulary(files, folder):
     else:
         to_train_on = (text for text in sample if not is_held_out(text, share))
         train_tokenizer(to_train_on, vocab_size, normalisation, folder)
-    if filter_ratio:
+    if filter_ratio < 0 and filter_threshold():
         check_filter(begins, folder / "tokenizer.json")
     return share
 
 
 def check_normalisation(texts):
     """Exit where it would spoil most of some texts, warn where it takes a hundredth."""
-    texts = [with_stand_ins(text) for text in texts]
+    texts = [with_stand_ins(re.sub(GONE, "\ufffd", text)) for text in texts]
     lost = sum(char > "\x7f" for text in texts for char in text)
     words = [word.isascii() for text in texts for word in text.split()]
     share, share_of_words = lost / sum(map(len, texts)), 1 - np.mean(words)
@@ -211,16 +220,14 @@ def check_normalisation(texts):
 
 
 def check_filter(texts, path):
-    """Exit where the filter drops nearly all, warn from 15 %; of English prose it is to be 6 %."""
+    """Exit where the paper's filter would drop most of some texts; of English prose it is 6 %."""
     vocabulary = Tokenizer(path)
     normal = [vocabulary.normalise(text) for text in texts]
     ratios = [len(vocabulary.encode_normal(text)) / max(1, len(text)) for text in normal]
-    dropped = np.mean(np.array(ratios) >= filter_ratio)
-    said = f"filter_ratio={filter_ratio} drops {dropped:.0%} of the documents"
-    if dropped > 0.9:
-        sys.exit(f"{said}, it is for English prose: type --filter_ratio=0")
-    if dropped > 0.15:
-        print(f"WARNING: {said}: docs/how_it_works.md has the ratio for each vocabulary")
+    dropped = np.mean(np.array(ratios) >= filter_threshold())
+    if dropped > 0.5:
+        said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
+        sys.exit(f"{said}: type --filter_ratio=0")
 
 
 # One batch, in another process
@@ -269,6 +276,7 @@ NO_IDS = np.zeros(0, np.uint16)
 def process_batch(number, texts, state, folder, share):
     """Write a batch's rows, shuffled, and its held-out ids, then state, which is returned."""
     vocabulary = load_tokenizer(folder / "tokenizer.json")
+    threshold = filter_threshold()
     ids_of = {"kept": [], "held_out": [], "filtered": [], "empty": []}
     characters = dict.fromkeys(ids_of, 0)
     for text in texts:
@@ -278,7 +286,7 @@ def process_batch(number, texts, state, folder, share):
             fate = "empty"
         elif is_held_out(text, share):
             fate = "held_out"
-        elif filter_ratio and len(ids) - 1 >= filter_ratio * len(normal):
+        elif threshold and len(ids) - 1 >= threshold * len(normal):
             fate = "filtered"
         else:
             fate = "kept"
@@ -375,10 +383,8 @@ def process_batches(files, folder, share):
 
 
 def merge(states, folder):
-    """Write train.bin: a list with each batch's number once for each of its rows is shuffled, and
-    says from which batch the next row comes.
-
-    The rows of a batch are shuffled already."""
+    """Write train.bin: the next row comes from a random batch, in proportion to the rows that each
+    has left. Those of a batch are shuffled already."""
     read = [0] * len(states)  # bytes of each batch
     numbers = np.arange(len(states), dtype=np.uint16 if len(states) < 65536 else np.uint32)
     rng = np.random.default_rng(0)
@@ -520,7 +526,7 @@ def report(count, seconds):
     print(f"written     {data_dir} in {seconds:.1f} s")
     if count["not_utf8"]:
         few = f"{count['not_utf8']} documents have U+FFFD, as text that is not UTF-8 gets"
-        print(f"WARNING: {few}: iconv -f WINDOWS-1252 -t UTF-8 mends files of an older time")
+        print(f"WARNING: {few}: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
     print(f"next        {next_command(count['rows'] * seq_len)}")
 
 

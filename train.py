@@ -262,10 +262,8 @@ def draw_masks(run, rows, n_predict):
 
 
 def masked_batch(run, first_row, shape):
-    """The micro-batch from first_row on, in rows of a row_shape(), masked.
-
-    Masks and dropout depend on seed, first_row, micro_batch and shape alone, on any rank, so a
-    checkpoint needs no random state. How many micro-batches make a step depends on progress."""
+    """The micro-batch from first_row on, in rows of a row_shape(), masked. Masks and dropout depend
+    on seed, first_row, micro_batch and shape alone: a checkpoint needs no random state."""
     n_tokens, n_predict = shape
     batch_seed = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
     torch.manual_seed(int(batch_seed))
@@ -538,10 +536,9 @@ def trained_on(run):
 
 
 def should_save(run):
-    """Whether to save now: at the start, to warn early of a folder that cannot be written; after
-    the first step, when the optimisers have their states; then every checkpoint_minutes.
-
-    Not after a skipped step: its gradient may be bad because the last update broke the weights."""
+    """Whether to save now: at the start, to warn early of a full disk; after the first step, with
+    the optimisers' states; then every checkpoint_minutes. Not after a skipped step, for the last
+    update may have broken the weights."""
     state = run.state
     updates = state.step - state.skipped
     minutes = (now() - run.saved_at) / 60

@@ -10,7 +10,6 @@ compiler, or in float32, where compiling gains nothing: --compile=False.
 data_dir = "data/small"
 max_tokens = 50_000_000  # of the Hub; text of your own is read whole
 vocab_size = 8192
-filter_ratio = 0.275  # drops as much as 0.237 with 32,768 entries
 
 # train.py
 out_dir = "out/small"

@@ -88,8 +88,8 @@ def round_up(n, multiple):
 def held_out(rows, batch_size):
     """{column of log.csv: [(ids, positions, labels), ...]} of held-out rows (N, T), at 15 and 25 %.
 
-    Both rates share positions and shapes, so that one compiled graph serves both. Rows without
-    labels fill up the last batch."""
+    Both share positions and shapes, for one compiled graph. Rows without labels fill a last batch.
+    """
     N, T = rows.shape
     K = round(0.25 * T)
     # The masks depend on a row's number and T alone: losses of any two recipes compare.
@@ -136,7 +136,8 @@ class Ragged:
     def __init__(self, arrays, two_types, dev):
         self.length, self.two_types, self.dev = arrays["length"], two_types, dev
         tensors = {name: torch.from_numpy(array).to(dev) for name, array in arrays.items()}
-        self.ids, self.end, self.first_end, self.labels = tensors.values()
+        self.ids, self.labels = tensors["ids"], tensors["labels"]
+        self.end, self.first_end = tensors["length"], tensors["first"]
         if self.labels.is_floating_point():
             self.labels = self.labels.float()
 
@@ -156,10 +157,8 @@ class Ragged:
 
 
 def batches_by_length(length, size, seed):
-    """One epoch: row numbers in batches of similar length, in random order; a rest is dropped.
-
-    Rows are shuffled, then sorted in pools of at most 64 batches, in about 8 pools or more, so that
-    a row meets other rows in each epoch."""
+    """One epoch: row numbers in batches of similar length, in random order; a rest is dropped. Rows
+    are sorted in some 8 pools or more, of at most 64 batches: each epoch a row meets others."""
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(length))
     if len(rows) > size:

@@ -76,10 +76,8 @@ EXPLANATION = """\
 
 
 def read(name, split, glue_dir):
-    """(texts, labels) of a split: [(sentence,) or (first, second), …] and an array (N,).
-
-    It reads the official files in glue_dir, or the Hub if that is ''. Exits with one line if
-    something is missing or damaged."""
+    """(texts, labels) of a split: [(sentence,) or (first, second), …] and an array (N,), from the
+    official files in glue_dir, or from the Hub if that is ''. Exits if it is missing or damaged."""
     task = TASKS[name]
     texts, labels = read_tsv(name, split, glue_dir) if glue_dir else read_hub(name, split)
     if not texts:

@@ -254,9 +254,6 @@ class Log:
     def report(self, losses):
         """Say what the run was and what the model has learnt."""
         state, clock = self.run.state, self.run.clock
-        with contextlib.suppress(RuntimeError):  # a GPU may be full
-            rate = machine.matmul_rate(self.run.device, self.run.amp_dtype)
-            self.matmul_rate = max(self.matmul_rate, rate * self.run.world_size)
         speed, mfu = self.throughput()
         say(
             f"{state.step:,} steps, {state.skipped} of them skipped; "
@@ -309,7 +306,6 @@ CARD_BEGIN = """---
 """
 CARD = """{begin}{front}
 license: other  # yours to choose
-# to share it: hf upload YOU/{name} FOLDER --exclude "ckpt*" --exclude "*/*"
 tags: [masked-lm, cramming]
 ---
 
@@ -332,8 +328,8 @@ from transformers import pipeline
 print(pipeline("fill-mask", model="{name}")("the capital of france is [MASK]."))
 ```
 
-It needs transformers 4.48 or later. The pipeline's `targets` look like `["Ġparis", "Ġrome"]`. The
-hidden states of `AutoModel` come before the final norm, whose weights are in `head.norm`."""
+The pipeline's `targets` look like `["Ġparis", "Ġrome"]`. Hidden states of `AutoModel` come before
+the final norm, whose weights are in `head.norm`."""
 OURS = """It is none of transformers' architectures: `model_folder.load("{name}")` reads it."""
 
 

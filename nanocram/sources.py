@@ -102,7 +102,8 @@ def read_texts(file, path, column, by_line=False):
     elif kind == "text":
         texts = filter(str.strip, split_documents(open_text(file, path), by_line))
     else:
-        texts = (text for (text,) in table_rows(file, path, [column]))
+        rows = table_rows(file, path, column.split(","))
+        texts = (" ".join(filter(None, cells)) for cells in rows)
     for text in texts:
         if text and not text.isascii():  # U+FFFD for lone surrogates, which UTF-8 cannot hold
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -118,8 +119,9 @@ def open_text(file, path):
 
         file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     file = io.BufferedReader(file, 1 << 20)
-    if b"\0" in file.peek(1):
-        raise ValueError("it has NUL bytes, which iconv -f UTF-16 -t UTF-8 or tr -d '\\0' take out")
+    begin = file.peek(2)
+    if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in begin:
+        raise ValueError("it has NUL bytes: iconv -f UTF-16 -t UTF-8, without a BOM -f UTF-16LE")
     newline = "\n" if file_kind(path) in ("csv", "tsv") else ""  # a row may hold a lone \r
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
 
@@ -153,7 +155,9 @@ def json_texts(file, column):
                 raise ValueError(f"{json.dumps(record):.40} is no object: take it out")
             if names is None:
                 names = list(record)
-                check_columns([column], names, record)
+                lists = [name for name, value in record.items() if isinstance(value, list)]
+                hint = f", or jq -c '.{lists[0]}[]' OLD > NEW.jsonl" if lists else ""
+                check_columns([column], names, hint)
             text = record.get(column)
             check_text(text, column)
         except ValueError as e:  # of a JSONDecodeError its msg, without a line within the line
@@ -172,9 +176,16 @@ def table_rows(file, path, columns):
     bare = re.sub('"[^"]*"', "", header)
     delimiter = next((sign for sign in ",;\t" if sign in bare), ",") if is_csv else "\t"
     if is_csv and delimiter != ",":
-        say_once(f"the cells of a .csv are read as its header has them, between {delimiter!r}")
+        say_once(f"{path}: its cells are separated by {delimiter!r}, as in its header")
+    late_quote = re.compile(rf'(^|{delimiter}) +"[^"{delimiter}\r\n]')
+
+    def strict(line):
+        if is_csv and ' "' in line and late_quote.search(line):
+            raise csv.Error("a space stands before a quote")
+        return line
+
     csv.field_size_limit(1 << 24)  # what is longer is a quote that nothing closes
-    lines = itertools.chain([header], file)
+    lines = map(strict, itertools.chain([header], file))
     by_tabs = (line.rstrip("\r\n").split("\t") for line in lines)
     rows = csv.reader(lines, delimiter=delimiter, strict=True) if is_csv else by_tabs
     names, begin = None, 1  # the line where the row begins
@@ -186,17 +197,16 @@ def table_rows(file, path, columns):
                 names = [name.strip() for name in cells]
                 check_columns(columns, names)
                 places = [names.index(column) for column in columns]
-            elif any(map(str.strip, cells[len(names) :])):
-                raise csv.Error(f"it has {len(cells)} cells, and the header {len(names)}")
-            elif is_csv and any(re.fullmatch(r' +".*"\s*', cell) for cell in cells):
-                raise csv.Error("a space stands before a quote")
-            elif not is_csv and len(cells) < len(names) and any(c.count('"') % 2 for c in cells):
-                raise csv.Error("cells are quoted, which a .tsv has no use for: write a .csv")
+                n_named = max(i for i, name in enumerate(names, 1) if name)
+            elif len(cells) > len(names) or any(cells[n_named:]):
+                raise csv.Error(f"it has {len(cells)} cells, and the header {n_named}")
+            elif not is_csv and len(cells) < len(names) and re.fullmatch('[^"]*"', cells[0]):
+                raise csv.Error("a .tsv has no quoted cells: write it as a .csv")
             else:
                 yield [cells[i] if i < len(cells) else None for i in places]
             begin = rows.line_num + 1 if is_csv else begin + 1
     except csv.Error as e:
-        rule = f': a cell with a {delimiter} or a " is to be in quotes, and each " in it doubled'
+        rule = f': a cell with a {delimiter}, a " or a line break is quoted, each " in it doubled'
         raise ValueError(f"line {begin}: {e}{rule if is_csv else ''}") from None
 
 
@@ -218,14 +228,11 @@ def check_text(text, column):
         raise ValueError(f"{column!r} is {text!r:.40}, no text: {advice}")
 
 
-def check_columns(columns, names, record=()):
+def check_columns(columns, names, hint=""):
     for column in columns:
-        lists = [name for name in record if isinstance(record[name], list)]
-        if column not in names and lists:
-            raise ValueError(f"its records are in a list: jq -c '.{lists[0]}[]' OLD > NEW.jsonl")
         if column not in names:
-            have = ", ".join(map(str, names))
-            option = "text" if column == columns[0] else "label"
-            raise ValueError(f"no column {column!r}, it has {have}: type --{option}_column=NAME")
+            have = " ".join(", ".join(map(str, names)).split())[:300]
+            option = "--text_column=NAME" + " or --label_column=NAME" * (len(columns) > 1)
+            raise ValueError(f"no column {column!r}, it has {have}: type {option}{hint}")
         if names.count(column) > 1:
             raise ValueError(f"two columns are named {column!r}: rename one")

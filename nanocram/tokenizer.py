@@ -33,7 +33,7 @@ NOT_ASCII = "[^\x00-\x7f]{1,16}"  # bounded, so that the cache of to_ascii() is
 # Typographic characters become the ASCII ones they stand for; the paper's code deletes them. Of the
 # others NFKD leaves what is ASCII: e of é, fi of a ligature, 2 of a raised one. All else goes.
 LETTERS = {"[æÆ]": "ae", "[œŒ]": "oe", "ß": "ss", "[øØ]": "o", "[łŁ]": "l", "ı": "i"}
-SIGNS = {"€": "EUR", "£": "GBP", "±": "+-", "×": "x", "≤": "<=", "≥": ">=", "½": " 1/2"}
+SIGNS = {"€": "EUR", "£": "GBP", "±": "+-", "×": "x", "≤": "<=", "≥": ">=", "≠": "!=", "½": " 1/2"}
 FOLD = {
     "[\u2018-\u201b\u2032\u02bb\u02bc\xb4]": "'",
     "[\u201c-\u201f\u2033\xab\xbb]": '"',
@@ -191,7 +191,7 @@ class Tokenizer:
             self.encoding = tiktoken.Encoding(
                 "nanocram", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=SPECIAL
             )
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as e:
+        except Exception as e:  # there are many ways to be another file
             what = f"not a tokenizer.json of prepare.py ({e!r:.80})"
             sys.exit(f"{path} is {what}: name another folder, or prepare the data again")
         self.vocab_size = self.encoding.n_vocab

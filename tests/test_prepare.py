@@ -295,14 +295,14 @@ LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little")
     "name, content, message",
     [
         ("a.csv", "text\nok\nI ate pie, ice cream\n", "line 3: it has 2 cells, and the header 1"),
-        ("a.csv", 'id,text\n1, "a, b"\n', "line 2: it has 3 cells"),
+        ("a.csv", 'id,text\n1, "a, b"\n', "line 2: a space stands before a quote"),
         ("a.csv", 'id,text\n1,ok\n2, "c"\n', "line 3: a space stands before a quote"),
         ("a.csv", "text,id,text\nbody,1,n/a\n", "two columns are named 'text': rename one"),
         ("a.csv", 'text,id\n"a\nb",1\n"Great,2\nok,3\n', "line 4: unexpected end of data"),
         ("a.csv", 'text,id\n"He said \\"hi\\", ok",1\n', "line 2: ',' expected"),
         ("a.csv", "id;text\n1;a\n2;b;c\n", "line 3: it has 3 cells"),
         ("a.csv", "text\rold\rMac\r", "line 1: new-line character"),
-        ("a.tsv", 'id\ttext\n1\t"two\nlines"\n', "line 3: cells are quoted"),
+        ("a.tsv", 'id\ttext\n1\t"two\nlines"\n', "line 3: a .tsv has no quoted cells"),
         ("a.tsv", "id\ttext\n1\ta\tb\n", "line 2: it has 3 cells"),
         ("a.txt", "hello\nworld\n".encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8"),
         ("a.csv", "text\nhello\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
@@ -310,6 +310,9 @@ LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little")
         ("a.jsonl", '{"text": "a"}\nnull\n', "line 2: null is no object: take it out"),
         ("a.jsonl", '{"text": "a"}\n{"text": 5}\n', "make it a string or null"),
         ("a.json", '{"data": [{"text": "a"}]}', "jq -c '.data[]' OLD > NEW.jsonl"),
+        ("a.txt", "日本語文章".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.csv", "text\nyes, \n", "line 2: it has 2 cells"),
+        ("a.csv", 'label,text,date\npos, "so, good"\n', "line 2: a space stands before a quote"),
         ("a.json", '[{"text": "a"}, ["b"]]', 'record 2: ["b"] is no object'),
         ("a.txt.zst", LONG_WINDOW, "zstd -d --long=31"),
     ],
@@ -329,7 +332,8 @@ def test_a_table_that_would_lose_text_is_refused(tmp_path, prepare, name, conten
         ("a.csv", '\ufeffid;text\r\n1;a, b\r\n2;"c;\r\nd"\r\n', ["a, b", "c;\r\nd"]),
         ("a.csv", "id\ttext\n1\ta, b\n", ["a, b"]),
         ("a.csv", 'text , id,,\n"5"" pipe",1,,\n5" pipe\n,,,\n', ['5" pipe', '5" pipe']),
-        ("a.csv", '"a;b",text\n1," ""so"" it is"\n', [' "so" it is']),
+        ("a.csv", '"a;b",text\n1," ""so"" it is, ""so"""\n', [' "so" it is, "so"']),
+        ("a.tsv", 'text\tnote\na 5" tv\nb\tc\n', ['a 5" tv', "b"]),
         ("a.jsonl", '{"text": "a\\r\\nb"}\r\n', ["a\r\nb"]),
         ("a.txt", "a\r\nb", ["a\r\nb"]),
         ("a.csv", "", []),
@@ -360,6 +364,7 @@ def test_what_ascii_loses_is_counted(tmp_path, prepare, capfd):
         "mixed": ("बच्चों को कहानियाँ सुनाईं बच्चों को कहानियाँ सुनाईं report", "type --normalisation=plain"),
         "vietnamese": ("Tiếng Việt là ngôn ngữ của người Việt", "type --normalisation=plain"),
         "emoji": ("good morning 😀 to all of you and also to the dog", ""),
+        "bold": ("good 𝐦𝐨𝐫𝐧𝐢𝐧𝐠 to all of you and also to the dog", ""),
         "signs": ("it is 2° colder than it was on the day before ☂ it rained", ""),
     }
     for name, (text, message) in texts.items():
@@ -396,7 +401,7 @@ def test_a_look_before_the_work(tmp_path, prepare, capfd):
         prepare(tmp_path / "out", tmp_path / "greek.txt", vocab_size=262)
     log = {"source": tmp_path / "log.txt", "vocab_size": 4096}
     with pytest.raises(SystemExit, match="type --filter_ratio=0"):
-        prepare(tmp_path / "out", filter_ratio=0.307, **log)
+        prepare(tmp_path / "out", filter_ratio=-1.0, **log)
     prepare(tmp_path / "out", **log)  # what they said helps, in the same folder
 
 

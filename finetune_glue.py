@@ -200,9 +200,8 @@ def lr_scale(step, steps):
 def fine_tune(candidate, net, data, seed, amp_dtype, bar=None):
     """Fine-tune net on data, a Ragged; a tqdm bar counts its rows.
 
-    Returns the mean of the last epoch's losses: cross-entropy in nats, of a regression the mean
-    squared error. Where that is near a constant answer's, ln(classes) or the labels' variance,
-    little was learnt; dropout raises it."""
+    Returns the mean of the last epoch's losses, cross-entropy in nats or squared errors. If that is
+    near a constant answer's, ln(classes) or the labels' variance, little was learnt."""
     dev = data.dev
     matrices = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]

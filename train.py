@@ -441,9 +441,8 @@ def train_step(run, progress):
 
 
 def take_all_passes(run, held_out_rows):
-    """A pass of each shape that the run will have, which compiles it. No weight changes.
-
-    Returns the seconds that a pass of training and one of evaluation take."""
+    """A pass of each shape that the run will have, which compiles it; no weight changes. Returns
+    the seconds of a pass of training, and of one of evaluation."""
     # stand in for what comes later: optimisers' states, the sum over the ranks; and 5 % of a GPU
     copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
     stand_ins = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]

@@ -72,8 +72,8 @@ PARAMETERS = re.compile(
 def not_native(model):
     """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one.
 
-    A switch that a fork has added must be at its default. An edit of model.py with neither a switch
-    nor parameters is not seen: tests/test_model_folder.py compares logits with transformers'."""
+    A switch that a fork has added must be at its default. An edit with neither a switch nor
+    parameters is not seen, but by tests/test_model_folder.py."""
     config = model.config
     known = {*NATIVE, *SAME.values(), *OTHERS}
     added = {f.name: f.default for f in fields(config) if f.name not in known}

@@ -254,6 +254,9 @@ class Log:
     def report(self, losses):
         """Say what the run was and what the model has learnt."""
         state, clock = self.run.state, self.run.clock
+        with contextlib.suppress(RuntimeError):  # a GPU may be full
+            rate = machine.matmul_rate(self.run.device, self.run.amp_dtype)
+            self.matmul_rate = max(self.matmul_rate, rate * self.run.world_size)
         speed, mfu = self.throughput()
         say(
             f"{state.step:,} steps, {state.skipped} of them skipped; "

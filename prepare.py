@@ -192,6 +192,8 @@ def make_vocabulary(files, folder):
     share = val_share or choose_share(size, n_documents)
 
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
+    if np.mean(["\ufffd" in text for text in begins]) > 0.5:
+        sys.exit("most texts are not UTF-8: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
     if normalisation == "ascii":
         check_normalisation(begins)
     if tokenizer:
@@ -208,14 +210,12 @@ def make_vocabulary(files, folder):
 def check_normalisation(texts):
     """Exit where it would spoil most of some texts, warn where it takes a hundredth."""
     texts = [with_stand_ins(re.sub(GONE, "\ufffd", text)) for text in texts]
-    lost = sum(char > "\x7f" for text in texts for char in text)
-    words = [word.isascii() for text in texts for word in text.split()]
-    share, share_of_words = lost / sum(map(len, texts)), 1 - np.mean(words)
-    said = f"normalisation=ascii strips or drops {share:.1%} of the characters"
-    said += f", in {share_of_words:.1%} of the words"
-    if share > 0.5 or share_of_words > 0.8:
+    share = sum(char > "\x7f" for text in texts for char in text) / sum(map(len, texts))
+    hit = np.mean([not word.isascii() for text in texts for word in text.split()])
+    said = f"normalisation=ascii drops {share:.1%} of the characters, in {hit:.1%} of the words"
+    if share > 0.5 or hit > 0.8:
         sys.exit(f"{said}: type --normalisation=plain")
-    if max(share, share_of_words / 2) > 0.01:
+    if max(share, hit / 2) > 0.01:
         print(f"WARNING: {said}: --normalisation=plain keeps them")
 
 

@@ -359,6 +359,9 @@ def test_what_ascii_loses_is_counted(tmp_path, prepare, capfd):
         shares += re.findall(r"drops .* of the words", capfd.readouterr().out)
     lost = sum(char > "\x7f" for char in french) / (len(french) - 2 * 400)
     assert shares[0] == shares[1] and f"drops {lost:.1%} of the characters" in shares[0]
+    (tmp_path / "old.txt").write_text(french, encoding="cp1252")
+    with pytest.raises(SystemExit, match="most texts are not UTF-8: iconv -f WINDOWS-1252"):
+        prepare(tmp_path / "old", tmp_path / "old.txt", vocab_size=280)
     texts = {
         "hindi": ("उन्होंने बच्चों को ७ कहानियाँ सुनाईं", "type --normalisation=plain"),
         "mixed": ("बच्चों को कहानियाँ सुनाईं बच्चों को कहानियाँ सुनाईं report", "type --normalisation=plain"),

@@ -48,6 +48,7 @@ def table_cells(text):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
 
+@pytest.mark.slow
 def test_seeds_are_one_line_and_the_first_line_is_the_measure(runs, monkeypatch, capsys):
     names = [str(runs / name) for name in ("muon.0", "adamw", "muon.1")]
     monkeypatch.setattr(sys, "argv", ["compare.py", *names])
@@ -66,6 +67,7 @@ def test_seeds_are_one_line_and_the_first_line_is_the_measure(runs, monkeypatch,
     assert adamw[1] == f"{facts['parameters'] / 1e6:.1f}M"
 
 
+@pytest.mark.slow
 def test_runs_of_other_data_are_said(runs, tmp_path, monkeypatch, capsys):
     other = shutil.copytree(runs / "adamw", tmp_path / "other")
     text = (other / "run.json").read_text()

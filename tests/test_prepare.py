@@ -364,11 +364,9 @@ def test_what_ascii_loses_is_counted(tmp_path, prepare, capfd):
         prepare(tmp_path / "old", tmp_path / "old.txt", vocab_size=280)
     texts = {
         "hindi": ("उन्होंने बच्चों को ७ कहानियाँ सुनाईं", "type --normalisation=plain"),
-        "mixed": ("बच्चों को कहानियाँ सुनाईं बच्चों को कहानियाँ सुनाईं report", "type --normalisation=plain"),
         "vietnamese": ("Tiếng Việt là ngôn ngữ của người Việt", "type --normalisation=plain"),
         "emoji": ("good morning 😀 to all of you and also to the dog", ""),
-        "bold": ("good 𝐦𝐨𝐫𝐧𝐢𝐧𝐠 to all of you and also to the dog", ""),
-        "signs": ("it is 2° colder than it was on the day before ☂ it rained", ""),
+        "bold": ("good 𝐦𝐨𝐫𝐧𝐢𝐧𝐠 to all of you ☂ at 2° and to the dog", ""),
     }
     for name, (text, message) in texts.items():
         (tmp_path / f"{name}.txt").write_text(repeated(text))

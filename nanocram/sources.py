@@ -162,7 +162,7 @@ def json_texts(file, column):
             check_text(text, column)
         except ValueError as e:  # of a JSONDecodeError its msg, without a line within the line
             where = f"record {number}" if is_list else f"line {number}"
-            where += f", column {e.colno}" if hasattr(e, "colno") else ""
+            where += f", column {e.colno} is no whole object" if hasattr(e, "colno") else ""
             raise ValueError(f"{where}: {getattr(e, 'msg', e)}") from None
         yield text
 
@@ -206,7 +206,9 @@ def table_rows(file, path, columns):
                 yield [cells[i] if i < len(cells) else None for i in places]
             begin = rows.line_num + 1 if is_csv else begin + 1
     except csv.Error as e:
-        rule = f': a cell with a {delimiter}, a " or a line break is quoted, each " in it doubled'
+        rule = (
+            f": quote a cell that has {delimiter!r}, a quote or a line break, and double its quotes"
+        )
         raise ValueError(f"line {begin}: {e}{rule if is_csv else ''}") from None
 
 

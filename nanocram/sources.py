@@ -206,9 +206,7 @@ def table_rows(file, path, columns):
                 yield [cells[i] if i < len(cells) else None for i in places]
             begin = rows.line_num + 1 if is_csv else begin + 1
     except csv.Error as e:
-        rule = (
-            f": quote a cell that has {delimiter!r}, a quote or a line break, and double its quotes"
-        )
+        rule = f": quote a cell that has {delimiter!r}, a quote or a line break; double its quotes"
         raise ValueError(f"line {begin}: {e}{rule if is_csv else ''}") from None
 
 

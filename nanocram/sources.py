@@ -121,7 +121,7 @@ def open_text(file, path):
     file = io.BufferedReader(file, 1 << 20)
     begin = file.peek(2)
     if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in begin:
-        raise ValueError("it has NUL bytes: iconv -f UTF-16 -t UTF-8, without a BOM -f UTF-16LE")
+        raise ValueError("it looks like UTF-16: iconv -f UTF-16 -t UTF-8, with no BOM -f UTF-16LE")
     newline = "\n" if file_kind(path) in ("csv", "tsv") else ""  # a row may hold a lone \r
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
 
@@ -179,13 +179,13 @@ def table_rows(file, path, columns):
         say_once(f"{path}: its cells are separated by {delimiter!r}, as in its header")
     late_quote = re.compile(rf'(^|{delimiter}) +"[^"{delimiter}\r\n]')
 
-    def strict(line):
+    def check_quotes(line):
         if is_csv and ' "' in line and late_quote.search(line):
             raise csv.Error("a space stands before a quote")
         return line
 
     csv.field_size_limit(1 << 24)  # what is longer is a quote that nothing closes
-    lines = map(strict, itertools.chain([header], file))
+    lines = map(check_quotes, itertools.chain([header], file))
     by_tabs = (line.rstrip("\r\n").split("\t") for line in lines)
     rows = csv.reader(lines, delimiter=delimiter, strict=True) if is_csv else by_tabs
     names, begin = None, 1  # the line where the row begins

@@ -69,10 +69,9 @@ if len(names) >= 10 and all(map(str.isdecimal, digits)):
     print(f"WARNING: {len(names)} classes, all of them numbers: is {args.label_column} a label?")
 words = feature_extraction.text.TfidfVectorizer(sublinear_tf=True, token_pattern=r"\w+|[^\w\s]+")
 bag = pipeline.make_pipeline(words, linear_model.LogisticRegression(C=100, max_iter=1000))
-hits, largest = bag.fit(*zip(*train)).score(*zip(*dev)), max(n_train, key=n_train.get)
-always = n_dev[largest] / len(dev)
+hits = bag.fit(*zip(*train, strict=True)).score(*zip(*dev, strict=True))
+always = n_dev[largest := max(n_train, key=n_train.get)] / len(dev)
 print(f"a bag of words has an accuracy of {hits:.1%}, always naming {largest!r} {always:.1%}")
-
 device, dtype = machine.pick("auto", "auto")  # without cuDNN's attention
 label2id = {name: i for i, name in enumerate(names)}
 fields = {"id2label": dict(enumerate(names)), "classifier_pooling": args.pooling}
@@ -106,6 +105,6 @@ scores, labels, _ = trainer.predict(dev)
 trainer.save_model(unfinished)
 os.rename(unfinished, args.out)
 answers = scores.argmax(-1)
-f1 = metrics.f1_score(labels, answers, average="macro", zero_division=0)
 hits = (answers == labels).mean()
+f1 = metrics.f1_score(labels, answers, average="macro", zero_division=0)
 print(f"{args.out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows")

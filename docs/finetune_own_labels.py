@@ -9,6 +9,7 @@ import os
 import sys
 import time
 
+import joblib
 import transformers
 from sklearn import feature_extraction, linear_model, metrics, pipeline
 
@@ -72,6 +73,8 @@ bag = pipeline.make_pipeline(words, linear_model.LogisticRegression(C=100, max_i
 hits = bag.fit(*zip(*train, strict=True)).score(*zip(*dev, strict=True))
 always = n_dev[largest := max(n_train, key=n_train.get)] / len(dev)
 print(f"a bag of words has an accuracy of {hits:.1%}, always naming {largest!r} {always:.1%}")
+joblib.dump(bag, os.path.normpath(args.out) + ".joblib")
+
 device, dtype = machine.pick("auto", "auto")  # without cuDNN's attention
 label2id = {name: i for i, name in enumerate(names)}
 fields = {"id2label": dict(enumerate(names)), "classifier_pooling": args.pooling}

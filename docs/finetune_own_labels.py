@@ -5,16 +5,16 @@ python docs/finetune_own_labels.py out/mine tickets.csv out/labelled --label_col
 
 import argparse
 import collections
-import os
 import sys
 import time
+from pathlib import Path
 
 import joblib
 import transformers
 from sklearn import feature_extraction, linear_model, metrics, pipeline
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from nanocram import machine, sources
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from nanocram import machine, safety, sources
 from prepare import is_held_out
 
 parser = argparse.ArgumentParser(usage=__doc__)
@@ -25,8 +25,10 @@ defaults |= {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}
 for name, value in defaults.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
 args = parser.parse_args()
-if os.path.exists(args.out):
-    sys.exit(f"{args.out} exists: name a new folder")
+out = Path(args.out)
+if out.exists():
+    sys.exit(f"{out} exists: name a new folder")
+out.parent.mkdir(parents=True, exist_ok=True)
 times = []  # when each step ended
 
 
@@ -73,7 +75,7 @@ bag = pipeline.make_pipeline(words, linear_model.LogisticRegression(C=100, max_i
 hits = bag.fit(*zip(*train, strict=True)).score(*zip(*dev, strict=True))
 always = n_dev[largest := max(n_train, key=n_train.get)] / len(dev)
 print(f"a bag of words has an accuracy of {hits:.1%}, always naming {largest!r} {always:.1%}")
-joblib.dump(bag, os.path.normpath(args.out) + ".joblib")
+safety.write_beside(out.with_name(out.name + ".joblib"), lambda path: joblib.dump(bag, path))
 
 device, dtype = machine.pick("auto", "auto")  # without cuDNN's attention
 label2id = {name: i for i, name in enumerate(names)}
@@ -97,7 +99,7 @@ train, dev = (
     [tokenizer(text, truncation=True) | {"label": label2id[label]} for text, label in rows]
     for rows in (train, dev)
 )
-unfinished = os.path.normpath(args.out) + ".tmp"  # renamed once it is whole
+unfinished = out.with_name(out.name + ".tmp")  # renamed once it is whole
 settings = {"learning_rate": args.lr, "num_train_epochs": args.epochs, "seed": args.seed}
 settings |= {"per_device_train_batch_size": args.batch, "bf16": str(dtype) == "torch.bfloat16"}
 settings |= {"warmup_steps": 0.1, "use_cpu": device.type == "cpu", "report_to": "none"}
@@ -106,8 +108,8 @@ trainer = transformers.Trainer(model, settings, None, train, None, tokenizer, ca
 trainer.train()
 scores, labels, _ = trainer.predict(dev)
 trainer.save_model(unfinished)
-os.rename(unfinished, args.out)
+unfinished.rename(out)
 answers = scores.argmax(-1)
 hits = (answers == labels).mean()
 f1 = metrics.f1_score(labels, answers, average="macro", zero_division=0)
-print(f"{args.out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows")
+print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows")

@@ -103,7 +103,7 @@ def test_own_labels(tmp_path, data_dir, sentences):
     rows += rows[:20]  # copies are on one side
     random.Random(3).shuffle(rows)
     table = [("id", "body", "queue"), *((i, *row) for i, row in enumerate(rows)), (9, "x", "")]
-    train, out = write(tmp_path / "train.csv", table, ";"), tmp_path / "labelled"
+    train, out = write(tmp_path / "train.csv", table, ";"), tmp_path / "new/labelled"
     options = {"seed": 3, "text_column": "body", "label_column": "queue"}
     dev = [row for row in rows if is_held_out(row[0], 0.1)]
 
@@ -111,7 +111,7 @@ def test_own_labels(tmp_path, data_dir, sentences):
     flags = [f"--{key}={value}" for key, value in options.items()]
     command = [sys.executable, ROOT / SCRIPT, model, train, out, "--epochs=100000", *flags]
     with subprocess.Popen(command) as killed:
-        while not (tmp_path / "labelled.tmp").exists() and killed.poll() is None:
+        while not (tmp_path / "new/labelled.tmp").exists() and killed.poll() is None:
             time.sleep(0.1)
         killed.kill()
     assert not out.exists()
@@ -131,9 +131,9 @@ def test_own_labels(tmp_path, data_dir, sentences):
     f1 = sklearn.metrics.f1_score(labels, answers, average="macro", zero_division=0)
     always = labels.count("asks") / len(dev)
     before, _, after = done.stdout.partition("steps, some ")
-    bag = joblib.load(tmp_path / "labelled.joblib")
+    bag = joblib.load(tmp_path / "new/labelled.joblib")
     bag_hits = sum(bag.predict([text])[0] == label for text, label in dev) / len(dev)
     for expected in (f"accuracy of {bag_hits:.1%}", f"always naming 'asks' {always:.1%}"):
         assert expected in before
     assert f"accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows" in after
-    assert not (tmp_path / "labelled.tmp").exists()
+    assert not (tmp_path / "new/labelled.tmp").exists()

@@ -153,7 +153,9 @@ def test_commands_run(workplace, server):
             assert status == 0, f"{name} {args}\n{said[-3000:]}"
     for program, args in commands():
         if program == "python" and args[0] == "-c":
-            status, said = server.run(workplace, args[1])
+            for name in args[2:]:
+                (workplace / name).write_text("two\n\nparagraphs\n")
+            status, said = server.run(workplace, args[1], ["-c", *args[2:]])
             assert status == 0 and said.strip(), f"{args[1]}\n{said}"
 
 

@@ -5,6 +5,7 @@ python docs/finetune_own_labels.py out/mine tickets.csv out/labelled --label_col
 
 import argparse
 import collections
+import signal
 import sys
 import time
 from pathlib import Path
@@ -74,8 +75,11 @@ words = feature_extraction.text.TfidfVectorizer(sublinear_tf=True, token_pattern
 bag = pipeline.make_pipeline(words, linear_model.LogisticRegression(C=100, max_iter=1000))
 hits = bag.fit(*zip(*train, strict=True)).score(*zip(*dev, strict=True))
 always = n_dev[largest := max(n_train, key=n_train.get)] / len(dev)
+saved = out.with_name(out.name + ".joblib")
+safety.write_beside(saved, lambda path: joblib.dump(bag, path))
 print(f"a bag of words has an accuracy of {hits:.1%}, always naming {largest!r} {always:.1%}")
-safety.write_beside(out.with_name(out.name + ".joblib"), lambda path: joblib.dump(bag, path))
+print(f"{saved} has the bag of words: if it will do, press Ctrl-C")
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
 
 device, dtype = machine.pick("auto", "auto")  # without cuDNN's attention
 label2id = {name: i for i, name in enumerate(names)}

@@ -43,7 +43,7 @@ HOST_SECONDS = 27e-6  # of Python and torch, for one of them (one host with 16 v
 # optimistic. All are assumed, but for the H100's: its products are as profiled, its bytes such that
 # bench.py's 589,558 tokens/s come out.
 COOL = (0.35, 0.60)  # 70 W do not hold the clock of the datasheet
-GEFORCE = (0.70, 0.92)  # the power does; boards run above the datasheet's clock
+GEFORCE = (0.70, 0.92)  # their power holds it, and boards run above it
 SERVER = (0.60, 0.80)  # large products reach 80 %; these are 768 wide
 BYTES = (0.65, 0.90)  # the H100's kernels have 0.69, a plain copy 0.9
 MEASURED = (0.70, 0.70)

@@ -64,18 +64,41 @@ def make_model():
     return hf.BertForMaskedLM(bert)
 
 
-def make_loss(model, dev, amp_dtype):
+def load_recipe():
+    """(training rows (N, T), held-out sets, data folder) of config/small.py, which sets train's."""
+    recipe = runpy.run_path(str(ROOT / "config/small.py"))
+    vars(train).update({name: recipe[name] for name in train.SETTINGS if name in recipe})
+    data, width = Path(train.data_dir), train.seq_len
+    load_meta(data, vocab_size=train.vocab_size, seq_len=width)
+    rows = np.fromfile(data / "train.bin", np.uint16).reshape(-1, width)  # in memory
+    val_rows = Rows(data / "val.bin", width).read(0, train.eval_rows)
+    return rows, held_out(val_rows, train.micro_batch), data
+
+
+def make_loss(body, head, dev, amp_dtype):
     """As that of model.py: the sum of the losses, with logits at the predicted positions alone."""
-    head = model.cls if rival == "bert" else nn.Sequential(model.head, model.decoder)
 
     def loss_fn(ids, positions, labels):
         with mixed_precision(dev, amp_dtype):
-            hidden = model.base_model(input_ids=ids)[0]  # (B, T, C)
+            hidden = body(ids)  # (B, T, C)
             at = positions[:, :, None].expand(-1, -1, hidden.shape[-1])
             logits = head(hidden.gather(1, at)).float().flatten(0, 1)  # (B · K, V)
         return {"loss": nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")}
 
     return loss_fn
+
+
+def report(result, run, sets, out):
+    """Add held-out losses and the machine to the result; print it, and to race.csv beside out."""
+    result |= {name: round(train.estimate_loss(run, sets[name]), 5) for name in sets}
+    facts = machine.describe(torch.device("cpu")) | {"transformers": hf.__version__}
+    names = "date commit device threads torch transformers"
+    result |= {name: facts[name] for name in names.split()}
+    print(result)
+    with open(out.parent / "race.csv", "a") as f:
+        if not f.tell():
+            print(*result, sep=",", file=f)
+        print(*result.values(), sep=",", file=f)
 
 
 class Clock(hf.TrainerCallback):
@@ -114,12 +137,7 @@ class Clock(hf.TrainerCallback):
 
 def main():
     dev, amp_dtype = machine.pick("cpu", "auto")  # it keeps freed memory too, as train.py does
-    recipe = runpy.run_path(str(ROOT / "config/small.py"))
-    vars(train).update({name: recipe[name] for name in train.SETTINGS if name in recipe})
-    data, width = Path(train.data_dir), train.seq_len
-    load_meta(data, vocab_size=train.vocab_size, seq_len=width)
-    rows = np.fromfile(data / "train.bin", np.uint16).reshape(-1, width)  # in memory
-    sets = held_out(Rows(data / "val.bin", width).read(0, train.eval_rows), train.micro_batch)
+    rows, sets, data = load_recipe()
     out = Path(out_dir or f"out/race/{rival}_lr{lr:g}_mask{mask:g}_{minutes:g}min")
     out.mkdir(parents=True, exist_ok=True)
 
@@ -141,31 +159,24 @@ def main():
         weight_decay=0.01, adam_beta2=beta2, seed=seed, remove_unused_columns=False,
         save_strategy="no", logging_steps=20, report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    run = SimpleNamespace(model=model, device=dev, loss_fn=make_loss(model, dev, amp_dtype))
+    head = model.cls if rival == "bert" else nn.Sequential(model.head, model.decoder)
+    loss_fn = make_loss(lambda ids: model.base_model(input_ids=ids)[0], head, dev, amp_dtype)
+    run = SimpleNamespace(model=model, device=dev, loss_fn=loss_fn)
     clock = Clock(lambda: train.estimate_loss(run, sets["val_loss_15"]), out / "log.csv")
     trainer = hf.Trainer(model, arguments, collate, range(len(rows)), callbacks=[clock])
     optimizer = trainer.create_optimizer()  # the Trainer's own; but a schedule by the clock
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.lr_scale)
     trainer.train()
 
-    steps, tokens = trainer.state.global_step, train.batch_size * width
+    steps, tokens = trainer.state.global_step, train.batch_size * train.seq_len
     result = {name: globals()[name] for name in SETTINGS if name not in ("evals", "out_dir")}
     result |= {"head": "dense" if rival == "bert" else "sparse"}
     result |= {"parameters": model.num_parameters(), "steps": steps, "tokens": steps * tokens}
     speed = (steps - SETUP) * tokens / (clock.ended - clock.setup)
     result |= {"tokens_per_s": round(speed), "setup_seconds": round(clock.setup, 1)}
-    for name, batches in sets.items():
-        result[name] = round(train.estimate_loss(run, batches), 5)
-    facts = machine.describe(dev) | {"transformers": hf.__version__}
-    names = "date commit device threads torch transformers"
-    result |= {name: facts[name] for name in names.split()}
-    print(result)
+    report(result, run, sets, out)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    with open(out.parent / "race.csv", "a") as f:
-        if not f.tell():
-            print(*result, sep=",", file=f)
-        print(*result.values(), sep=",", file=f)
 
 
 if __name__ == "__main__":

@@ -64,10 +64,13 @@ def make_model():
     return hf.BertForMaskedLM(bert)
 
 
-def load_recipe():
-    """(training rows (N, T), held-out sets, data folder) of config/small.py, which sets train's."""
-    recipe = runpy.run_path(str(ROOT / "config/small.py"))
-    vars(train).update({name: recipe[name] for name in train.SETTINGS if name in recipe})
+def load_recipe(*others):
+    """(training rows (N, T), held-out sets, data folder) of config/small.py.
+
+    Sets train's settings by it, and before by other recipes."""
+    for path in (*others, "config/small.py"):
+        recipe = runpy.run_path(str(ROOT / path))
+        vars(train).update({name: recipe[name] for name in train.SETTINGS if name in recipe})
     data, width = Path(train.data_dir), train.seq_len
     load_meta(data, vocab_size=train.vocab_size, seq_len=width)
     rows = np.fromfile(data / "train.bin", np.uint16).reshape(-1, width)  # in memory

@@ -5,10 +5,12 @@
     python results/race_cramming.py --minutes=60
 
 Data, sizes and batch are those of config/small.py. Model, initial weights, masks, sparse
-prediction, AdamW and schedule are those of the authors' arch=crammed-bert train=bert-o4. As race.py
-does, it writes the curve to out_dir and the result to race.csv beside it.
+prediction, AdamW and schedule are those of the authors' arch=crammed-bert train=bert-o4. out_dir
+gets the curve and the weights, as a model of config/crammed.py: finetune_glue.py --model=OUT_DIR.
+race.csv beside it gets the result.
 """
 
+import shutil
 import sys
 import time
 import warnings
@@ -40,7 +42,8 @@ from race import SETUP, load_recipe, make_loss, report
 from torch import nn
 
 import train
-from nanocram import machine
+from model import MaskedLM
+from nanocram import machine, model_folder
 
 # transformers 5 has moved it; the authors need it for uploads to the Hub alone
 hf.utils.generic.working_or_temp_dir = None
@@ -48,6 +51,18 @@ sys.path.insert(0, str(Path(cramming).resolve()))
 import cramming as theirs
 from cramming.backend import torch_default
 from cramming.backend.optimizers import schedulers
+
+RENAMED = {
+    "encoder.embedding.pos_embedding.scale_factor": "model.embeddings.position_scale",
+    "encoder.embedding.word_embedding": "model.embeddings.tok_embeddings",
+    "encoder.embedding": "model.embeddings",
+    "encoder": "model",
+    "norm1": "attn_norm",
+    "norm2": "mlp_norm",
+    "attn.dense": "attn.Wo",
+    "ffn.dense_in": "mlp.Wi",
+    "ffn.dense_out": "mlp.Wo",
+}
 
 
 class Clock:
@@ -86,9 +101,26 @@ def make_config():
         return hydra.compose("cfg_pretrain", overrides=changes)
 
 
+def to_ours(state):
+    """Their state dict as that of our MaskedLM, which computes the same."""
+    ours = {}
+    for name, value in state.items():
+        for old, new in RENAMED.items():
+            name = name.replace(old, new)
+        if name.endswith("mlp.Wi.weight"):  # the gate is their second half, our first
+            value = torch.cat(value.chunk(2)[::-1])
+        if name.endswith("query_key_value.weight"):  # head by head
+            parts = value.view(train.n_head, 3, -1, train.n_embd).transpose(0, 1).flatten(1, 2)
+            layer = name.partition("self_attention")[0]
+            ours |= {f"{layer}W{x}.weight": part for x, part in zip("qkv", parts, strict=True)}
+        elif not name.endswith("norm_factor"):  # 1/√D, a constant
+            ours[name] = value
+    return ours
+
+
 def main():
     dev, amp_dtype = machine.pick("cpu", "auto")  # it keeps freed memory too, as train.py does
-    rows, sets, data = load_recipe()
+    rows, sets, data = load_recipe("config/crammed.py")
     rival = "crammed-bert" + ("" if learn_scale else "-fixed")
     out = Path(out_dir or f"out/race/{rival}_lr{lr:g}_{minutes:g}min")
     out.mkdir(parents=True, exist_ok=True)
@@ -144,7 +176,11 @@ def main():
     result |= {"setup_seconds": round(setup_seconds, 1)}
     report(result, run, sets, out)
     print(f"scale of the positions: {scale.item():.4f}, at first {train.n_embd**-0.5:.4f}")
-    torch.save(model.state_dict(), out / "model.pt")
+    ours = MaskedLM(train.model_config())
+    ours.load_state_dict(to_ours(model.state_dict()))
+    model_folder.save(ours, out)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(data / name, out)
 
 
 if __name__ == "__main__":

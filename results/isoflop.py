@@ -94,6 +94,19 @@ def wanted_sizes(budgets, kind="parameters"):
     return list(zip(low, np.exp(np.polyval(line(found), logs)), high, strict=True))
 
 
+def law(points):
+    """(floor, a, exponent) of loss = floor + a × FLOPs^exponent: least squares through points.
+
+    points: (FLOPs, loss). The floor goes in steps of 0.001."""
+    flops, losses = np.array(points).T
+    fits = []
+    for floor in np.arange(0, losses.min(), 0.001):
+        exponent, log_a = np.polyfit(np.log(flops), np.log(losses - floor), 1)
+        error = ((floor + np.exp(log_a) * flops**exponent - losses) ** 2).sum()
+        fits.append((error, floor, np.exp(log_a), exponent))
+    return min(fits)[1:]
+
+
 def print_curves(kind, vocab_size="4096"):
     found = curves(kind, vocab_size=vocab_size)
     optima, spread = bootstrap(found)
@@ -138,6 +151,24 @@ def print_checks():
         print(f"| {size[0]} | {size[1]} × {size[2]} | {changed} | {here} | {beside} |")
 
 
+def print_forecast():
+    """What law() says of ten_hours.csv, without and with the hour of small.py (small.csv)."""
+    with open(HERE / "ten_hours.csv", newline="") as f:
+        last = list(csv.DictReader(f))[-1]
+    flops, measured = float(last["flops"]), float(last["val_nats_per_char"])
+    logged = [r for r in load() if r["val_nats_per_char"]]
+    per_nat = np.mean([float(r["val_nats_per_char"]) / float(r["val_loss_15"]) for r in logged])
+    points = []
+    for budget, (x, y) in curves("parameters").items():
+        curve, bottom, _ = parabola(x, y)
+        points.append((budget, curve(bottom) * per_nat))
+    print(f"\n{flops:.3g} FLOPs: {measured:.3f} nats per character measured, by a law through")
+    for seen in (points, [*points, (2.09e15, 0.7197)]):
+        floor, a, exponent = law(seen)
+        loss = floor + a * flops**exponent
+        print(f"{len(seen)} points {loss:.3f}: {floor:.2f} + {a:.1f} FLOPs^{exponent:.3f}")
+
+
 def draw():
     import matplotlib.pyplot as plt
 
@@ -163,4 +194,5 @@ if __name__ == "__main__":
     print_curves("parameters_without_embedding")
     print_curves("parameters", vocab_size="16384")
     print_checks()
+    print_forecast()
     draw()

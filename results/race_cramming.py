@@ -1,6 +1,7 @@
 """The race's fourth: the crammed BERT of "Cramming", trained by its authors' own code.
 
-    git clone https://github.com/JonasGeiping/cramming ../cramming    # 196c991
+    git clone https://github.com/JonasGeiping/cramming ../cramming
+    git -C ../cramming checkout 196c991
     pip install hydra-core einops evaluate pynvml
     python results/race_cramming.py --minutes=60
 
@@ -23,7 +24,6 @@ from nanocram.settings import configure
 # fmt: off
 cramming = "../cramming"  # folder of the authors' repository
 lr = 0.001              # peak learning rate of AdamW; 0.001 is the authors'
-learn_scale = True      # of the sinusoidal positions, as the authors do
 minutes = 10.0          # wall-clock budget, from the first step on, with compiling
 compile = True          # the authors' torch.compile
 seed = 0                # of the weights and the masks; the rows come in the order of the file
@@ -121,15 +121,13 @@ def to_ours(state):
 def main():
     dev, amp_dtype = machine.pick("cpu", "auto")  # it keeps freed memory too, as train.py does
     rows, sets, data = load_recipe("config/crammed.py")
-    rival = "crammed-bert" + ("" if learn_scale else "-fixed")
-    out = Path(out_dir or f"out/race/{rival}_lr{lr:g}_{minutes:g}min")
+    out = Path(out_dir or f"out/race/crammed-bert_lr{lr:g}_{minutes:g}min")
     out.mkdir(parents=True, exist_ok=True)
 
     cfg = make_config()
     theirs.utils.set_random_seed(seed)
     model = theirs.construct_model(cfg.arch, cfg.data.vocab_size)
     scale = model.encoder.embedding.pos_embedding.scale_factor
-    scale.requires_grad_(learn_scale)
     head = nn.Sequential(model.prediction_head, model.decoder)
     loss_fn = make_loss(model.encoder, head, dev, amp_dtype)
     run = SimpleNamespace(model=model, device=dev, loss_fn=loss_fn)
@@ -166,7 +164,7 @@ def main():
                 print(f"{ended:.1f},{step},{loss:.4f},{val_loss:.5f}", file=log)
             clock.paused += time.time() - start
 
-    result = {"rival": rival, "lr": lr, "beta2": optimizer.defaults["betas"][1]}
+    result = {"rival": "crammed-bert", "lr": lr, "beta2": optimizer.defaults["betas"][1]}
     result |= {"mask": cfg.train.objective.mlm_probability, "minutes": minutes, "compile": compile}
     parameters = sum(p.numel() for p in model.parameters())
     result |= {"seed": seed, "head": "sparse", "parameters": parameters}
@@ -178,6 +176,8 @@ def main():
     print(f"scale of the positions: {scale.item():.4f}, at first {train.n_embd**-0.5:.4f}")
     ours = MaskedLM(train.model_config())
     ours.load_state_dict(to_ours(model.state_dict()))
+    run = SimpleNamespace(model=ours, device=dev, loss_fn=train.make_loss(ours, dev, amp_dtype))
+    print(f"the same weights in ours: {train.estimate_loss(run, sets['val_loss_15']):.5f}")
     model_folder.save(ours, out)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(data / name, out)

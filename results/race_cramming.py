@@ -176,7 +176,8 @@ def main():
     print(f"scale of the positions: {scale.item():.4f}, at first {train.n_embd**-0.5:.4f}")
     ours = MaskedLM(train.model_config())
     ours.load_state_dict(to_ours(model.state_dict()))
-    run = SimpleNamespace(model=ours, device=dev, loss_fn=train.make_loss(ours, dev, amp_dtype))
+    loss_fn = make_loss(ours.model, nn.Sequential(ours.head, ours.decoder), dev, amp_dtype)
+    run = SimpleNamespace(model=ours, device=dev, loss_fn=loss_fn)
     print(f"the same weights in ours: {train.estimate_loss(run, sets['val_loss_15']):.5f}")
     model_folder.save(ours, out)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -130,11 +130,11 @@ def load(folder, device="cpu"):
     try:
         spec = json.loads((folder / "config.json").read_text("utf-8"))
         state = load_file(folder / "model.safetensors")
+        if "nanocram" not in spec or "classifier.weight" in state:
+            raise ValueError("not train.py's, or fine-tuned: only --baseline=hf:FOLDER takes it")
         config = ModelConfig(**spec["nanocram"])
         # not by not_native(): a fork may have changed its switches' defaults since the save
         is_native = spec["model_type"] == "modernbert"
-        if "classifier.weight" in state:
-            raise ValueError("it is fine-tuned already: name the one that train.py wrote")
         model = MaskedLM(config)
         state = from_folder_keys(state, config, is_native)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])

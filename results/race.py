@@ -1,10 +1,11 @@
 """A rival of config/small.py: a fresh model of transformers, trained by transformers' own Trainer.
 
+    pip install -r requirements-dev.txt
     python results/race.py --rival=modernbert --lr=2e-3 --mask=0.3 --minutes=60
 
-Data, sizes and batch are those of config/small.py; collator, AdamW, loop and initial weights are
-those of transformers. out_dir gets the curve and the model, for finetune_glue.py
---baseline=hf:OUT_DIR; race.csv beside it gets the result.
+Data, sizes and batch are those of config/small.py, so data/small must be there; collator, AdamW,
+loop and initial weights are those of transformers. out_dir gets the curve and the model, for
+finetune_glue.py --baseline=hf:OUT_DIR; race.csv beside it gets the result.
 """
 
 import runpy

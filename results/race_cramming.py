@@ -1,14 +1,15 @@
 """The race's fourth: the crammed BERT of "Cramming", trained by its authors' own code.
 
-    git clone https://github.com/JonasGeiping/cramming ../cramming
+    git clone https://github.com/JonasGeiping/cramming ../cramming   # from the top of nanocram
     git -C ../cramming checkout 196c991
-    pip install hydra-core einops evaluate pynvml
-    python results/race_cramming.py --minutes=60
+    pip install -r requirements-dev.txt hydra-core einops evaluate pynvml
+    python results/race_cramming.py --minutes=60 --lr=2e-3
 
-Data, sizes and batch are those of config/small.py. Model, initial weights, masks, sparse
-prediction, AdamW and schedule are those of the authors' arch=crammed-bert train=bert-o4. out_dir
-gets the curve and the weights, as a model of config/crammed.py: finetune_glue.py --model=OUT_DIR.
-race.csv beside it gets the result.
+Data, sizes and batch are those of config/small.py, so data/small must be there. Model, initial
+weights, masks, sparse prediction, AdamW and schedule are those of the authors' arch=crammed-bert
+train=bert-o4, whose own rate is 1e-3; matrix products are in bfloat16. out_dir gets the curve and
+the weights, as a model of config/crammed.py: finetune_glue.py --model=OUT_DIR. race.csv beside it
+gets the result.
 """
 
 import shutil

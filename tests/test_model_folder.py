@@ -92,7 +92,7 @@ def test_what_was_fine_tuned_is_refused(tmp_path):
     save(random_model(head_transform=True), tmp_path / "ours")
     theirs = HF_CLASSIFIER.from_pretrained(tmp_path / "ours", num_labels=3)
     theirs.save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="fine-tuned already"):
+    with pytest.raises(ValueError, match="fine-tuned"):
         load(tmp_path / "theirs")
 
 
@@ -154,6 +154,10 @@ def test_broken_folders_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="is no model folder") as error:
         load(tmp_path)
     assert "\n" not in str(error.value)
+    bert = transformers.BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    transformers.BertForMaskedLM(bert).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="--baseline=hf:FOLDER"):  # another's model
+        load(tmp_path)
     save(random_model(linear_bias=True), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["nanocram"]["linear_bias"] = False

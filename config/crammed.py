@@ -16,8 +16,8 @@ source = "monology/pile-uncopyrighted"
 max_tokens = 5_530_000_000
 order = "curriculum"
 # architecture: sinusoidal positions, norms before the blocks, biases in the norms alone. In small
-# models the learnt scale of the positions, the paper's, first falls towards nothing, and for some
-# 10M tokens they learn word frequencies alone: --position_embedding=sinusoidal_fixed keeps it
+# models the learnt scale of the positions, the paper's, first falls towards nothing, and for 10M
+# tokens or more they learn word frequencies alone: --position_embedding=sinusoidal_fixed keeps it
 position_embedding = "sinusoidal"
 max_seq_len = 128
 first_attn_norm = True

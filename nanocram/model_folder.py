@@ -131,7 +131,7 @@ def load(folder, device="cpu"):
         spec = json.loads((folder / "config.json").read_text("utf-8"))
         state = load_file(folder / "model.safetensors")
         if "nanocram" not in spec or "classifier.weight" in state:
-            raise ValueError("not train.py's, or fine-tuned: only --baseline=hf:FOLDER takes it")
+            raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
         config = ModelConfig(**spec["nanocram"])
         # not by not_native(): a fork may have changed its switches' defaults since the save
         is_native = spec["model_type"] == "modernbert"

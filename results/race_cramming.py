@@ -5,11 +5,11 @@
     pip install -r requirements-dev.txt hydra-core einops evaluate pynvml
     python results/race_cramming.py --minutes=60 --lr=2e-3
 
-Data, sizes and batch are those of config/small.py, so data/small must be there. Model, initial
-weights, masks, sparse prediction, AdamW and schedule are those of the authors' arch=crammed-bert
-train=bert-o4, whose own rate is 1e-3; matrix products are in bfloat16. out_dir gets the curve and
-the weights, as a model of config/crammed.py: finetune_glue.py --model=OUT_DIR. race.csv beside it
-gets the result.
+Data, sizes and batch, without a ramp, are those of config/small.py: data/small must be there.
+Model, initial weights, masks, sparse prediction, AdamW and schedule are those of the authors'
+arch=crammed-bert train=bert-o4, whose own rate is 1e-3; matrix products are in bfloat16. out_dir
+gets the curve and the weights, as a model of config/crammed.py: finetune_glue.py --model=OUT_DIR.
+race.csv beside it gets the result.
 """
 
 import shutil
@@ -25,7 +25,7 @@ from nanocram.settings import configure
 # fmt: off
 cramming = "../cramming"  # folder of the authors' repository
 lr = 0.001              # peak learning rate of AdamW; 0.001 is the authors'
-minutes = 10.0          # wall-clock budget, from the first step on, with compiling
+minutes = 10.0          # wall-clock budget, with setting up and compiling
 compile = True          # the authors' torch.compile
 seed = 0                # of the weights and the masks; the rows come in the order of the file
 evals = 20              # evaluations, evenly spread over the run; they cost no budget

@@ -1,7 +1,7 @@
 """How fast is training here, how close is that to the machine's limit, and beside what else?
 
     python bench.py                                                    # train.py's defaults
-    python bench.py config/tiny.py --profile=True                      # the dearest operators too
+    python bench.py config/tiny.py --profile=True                      # the slowest operators too
     python bench.py config/crammed.py --micro_batch=16 --compare=True  # beside transformers' model
     python bench.py config/offload.py --n_layer=8                      # streamed from host memory
 
@@ -19,7 +19,7 @@ from nanocram.settings import configure
 
 # fmt: off
 compare = False            # also measure transformers' ModernBERT, at the same sizes
-profile = False            # also print the dearest operators of three steps
+profile = False            # also print the slowest operators of three steps
 bench_steps = 20           # optimiser steps to measure, after the warm-up
 # fmt: on
 
@@ -90,7 +90,7 @@ def measure_speed(run):
     dev = run.device
     full_batch = train.batch_size
     held_out_rows = run.rows.read(0, train.micro_batch)
-    setup_seconds, _ = machine.timed(dev, train.compile_and_fit, run, held_out_rows)
+    setup_seconds, _ = machine.timed(dev, train.set_up, run, held_out_rows)
     if dev.type == "cuda":  # the search holds memory that a step does not
         torch.cuda.reset_peak_memory_stats()
     first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
@@ -127,7 +127,7 @@ def print_memory(run):
     print(f"memory       {peak / 2**30:.2f} GiB at the peak, with micro_batch={run.micro_batch}")
 
 
-def print_dearest(run):
+def print_slowest(run):
     """Print the ten operators that three steps spend most of their time in."""
     with torch.profiler.profile() as profiler:
         for _ in range(3):
@@ -155,7 +155,7 @@ def make_step(model, loss_fn):
     return step
 
 
-def make_rivals(config, batch, dev, amp_dtype):
+def make_baselines(config, batch, dev, amp_dtype):
     """{name: (model, its mean loss of batch, a function)}: a ModernBERT of ours and transformers'
     with either head. batch: as train.masked_batch() makes it."""
     from transformers import ModernBertConfig, ModernBertForMaskedLM
@@ -164,7 +164,7 @@ def make_rivals(config, batch, dev, amp_dtype):
     config = replace(config, **NATIVE, head_transform=True, n_narrow=0, dropout=0.0)
     ours = MaskedLM(config).to(dev)
     summed = make_loss(ours, dev, amp_dtype)
-    rivals = {"nanocram": (ours, lambda: summed(*batch)["loss"] / labels.numel())}
+    baselines = {"nanocram": (ours, lambda: summed(*batch)["loss"] / labels.numel())}
 
     all_labels = torch.full_like(ids, IGNORE).scatter(1, positions, labels)  # (B, T)
     for head in ("dense", "sparse"):  # logits at all tokens, or at the masked ones
@@ -175,8 +175,8 @@ def make_rivals(config, batch, dev, amp_dtype):
             with mixed_precision(dev, amp_dtype):
                 return theirs(input_ids=ids, labels=all_labels).loss
 
-        rivals[f"transformers, {head} head"] = theirs, loss_fn
-    return rivals
+        baselines[f"transformers, {head} head"] = theirs, loss_fn
+    return baselines
 
 
 def compare_models(run):
@@ -184,8 +184,8 @@ def compare_models(run):
     dev = run.device
     print("compare      with transformers' ModernBERT, some minutes", flush=True)
     batch = train.masked_batch(run, 0, train.row_shape(MIDDLE))
-    rivals = make_rivals(run.model.config, batch, dev, run.amp_dtype)
-    steps = {name: make_step(*rival) for name, rival in rivals.items()}
+    baselines = make_baselines(run.model.config, batch, dev, run.amp_dtype)
+    steps = {name: make_step(*baseline) for name, baseline in baselines.items()}
     for step in steps.values():  # the first step compiles
         for _ in range(4):
             step()
@@ -219,7 +219,7 @@ def main():
     if run.state.skipped:
         print(f"WARNING: {run.state.skipped} steps had no finite gradient: lower the learning rate")
     if profile:
-        print_dearest(run)
+        print_slowest(run)
     if compare:
         compare_models(run)
 

@@ -112,8 +112,8 @@ def gather_positions(x, positions):
     B, T, _ = x.shape
     # One flat index_select: its shape is static, and its backward pass a single kernel.
     first = torch.arange(B, device=x.device)[:, None] * T
-    chosen = x.flatten(0, 1).index_select(0, (first + positions).flatten())
-    return chosen.unflatten(0, positions.shape)
+    vectors = x.flatten(0, 1).index_select(0, (first + positions).flatten())
+    return vectors.unflatten(0, positions.shape)
 
 
 class Embeddings(nn.Module):
@@ -153,8 +153,8 @@ class Embeddings(nn.Module):
         return self.drop(self.norm(x))
 
 
-def attend_by_products(q, k, v, mask, dropout):
-    """F.scaled_dot_product_attention, with the scores of all heads in memory.
+def math_attention(q, k, v, mask, dropout):
+    """F.scaled_dot_product_attention by torch's math backend: all scores are in memory at once.
 
     On a CPU in bfloat16 it takes 0.4 of the time of torch's kernel, and with 512 keys 0.7."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, H, K, T)
@@ -182,13 +182,15 @@ class Attention(nn.Module):
         """(B, T, C) -> (B, T, H, D)."""
         return x.unflatten(-1, (self.n_head, -1))
 
-    def forward(self, queries, context, rope, attention_mask, positions):
-        """The queries (B, K, C), at positions (B, K) of their rows, attend to context (B, T, C).
+    def forward(self, x, rope, attention_mask, positions, queries=None):
+        """The tokens of x (B, T, C) at positions (B, K) attend to all of x; None: all T attend.
 
-        positions None: at all T of them. rope: cos and sin (T, 1, D), or None."""
+        rope: cos and sin (T, 1, D), or None. queries (B, K, C): of NarrowBlock, in their place."""
+        if queries is None:
+            queries = gather_positions(x, positions)
         q = self.split_heads(self.Wq(queries))  # (B, K, H, D)
-        k = self.split_heads(self.Wk(context))  # (B, T, H, D)
-        v = self.split_heads(self.Wv(context))
+        k = self.split_heads(self.Wk(x))  # (B, T, H, D)
+        v = self.split_heads(self.Wv(x))
         if rope is not None:
             cos, sin = rope
             k = rotate(k, cos, sin)
@@ -199,8 +201,8 @@ class Attention(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, K or T, D)
         dropout = self.dropout if self.training else 0.0
         mask = None if attention_mask is None else attention_mask[:, None, None].bool()
-        by_products = q.is_cpu and q.dtype == torch.bfloat16 and k.shape[2] <= 512
-        attend = attend_by_products if by_products else F.scaled_dot_product_attention
+        by_math = q.is_cpu and q.dtype == torch.bfloat16 and k.shape[2] <= 512
+        attend = math_attention if by_math else F.scaled_dot_product_attention
         y = attend(q, k, v, mask, dropout)  # (B, H, K, D)
         return self.Wo(y.transpose(1, 2).flatten(2))
 
@@ -240,26 +242,31 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, attention_mask=None, positions=None, chosen=None):
+    def forward(self, x, rope=None, attention_mask=None, positions=None):
         """x (B, T, C) has all tokens of each row, in order; attention_mask (B, T) is 0 at padding,
-        None where there is none. Returns the vectors at positions (B, K), or all of them.
+        None where there is none. Returns the vectors at positions (B, K), or all of them."""
+        # what mixes tokens belongs here, where x has all of them
+        normed = x if self.post_norm else self.attn_norm(x)
+        attended = self.attn(normed, rope, attention_mask, positions)
+        # from here on the last layer has only the tokens to predict (B, K, C), in random order
+        return self.add_mlp(gather_positions(x, positions) + self.drop(attended))
 
-        chosen: None, but for NarrowBERT's second and later narrow layers. They go on with these
-        vectors (B, K, C), and take only keys and values from x, the last full layer's."""
-        # what mixes tokens belongs here, where all of them are left
-        context = x if self.post_norm else self.attn_norm(x)  # (B, T, C)
-
-        # in the last layer and NarrowBERT's, only some tokens (B, K, C) go on, in random order
-        if chosen is None:
-            chosen = gather_positions(x, positions)
-            queries = chosen if self.post_norm else gather_positions(context, positions)
-        else:
-            queries = chosen if self.post_norm else self.attn_norm(chosen)
-        chosen = chosen + self.drop(self.attn(queries, context, rope, attention_mask, positions))
+    def add_mlp(self, x):
+        """The second half of a block, from x with attention added to it: each token by itself."""
         if self.post_norm:
-            chosen = self.attn_norm(chosen)
-            return self.mlp_norm(chosen + self.drop(self.mlp(chosen)))
-        return chosen + self.drop(self.mlp(self.mlp_norm(chosen)))
+            x = self.attn_norm(x)
+            return self.mlp_norm(x + self.drop(self.mlp(x)))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+
+class NarrowBlock(Block):
+    """NarrowBERT's second and later narrow layers (arXiv 2301.04761): x (B, K, C) are the tokens at
+    positions alone, which attend to full (B, T, C), the output of the last full layer."""
+
+    def forward(self, x, rope, attention_mask, positions, full):
+        norm = nn.Identity() if self.post_norm else self.attn_norm
+        attended = self.attn(norm(full), rope, attention_mask, positions, queries=norm(x))
+        return self.add_mlp(x + self.drop(attended))
 
 
 class Encoder(nn.Module):
@@ -272,8 +279,9 @@ class Encoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
         self.n_full = config.n_layer - max(1, config.n_narrow)
+        kinds = [NarrowBlock if i > self.n_full else Block for i in range(config.n_layer)]
+        self.layers = nn.ModuleList(kind(config, first=i == 0) for i, kind in enumerate(kinds))
         self.residual_dtype = None  # of the sums in full layers, if not post-norm: see make_loss()
         self.post_norm = config.post_norm
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
@@ -299,10 +307,12 @@ class Encoder(nn.Module):
             x = x.to(self.residual_dtype)
         for layer in self.layers[: self.n_full]:
             x = layer(x, rope, attention_mask)
-        x, chosen = x.to(full_dtype), None
-        for layer in self.layers[self.n_full :]:
-            chosen = layer(x, rope, attention_mask, positions, chosen)  # (B, K, C)
-        return self.final_norm(chosen)
+        full = x.to(full_dtype)
+        last, *narrow = self.layers[self.n_full :]
+        x = last(full, rope, attention_mask, positions)  # (B, K, C)
+        for layer in narrow:
+            x = layer(x, rope, attention_mask, positions, full)
+        return self.final_norm(x)
 
 
 def make_head(config):
@@ -387,20 +397,25 @@ def check_mixing(config, T):
             p.add_(torch.randn_like(p) * 0.1)  # what starts at zero would hide its effect
         ids = torch.randint(config.vocab_size, (2, T))
         positions = torch.rand(2, T).topk(T // 4).indices
-    at_positions = gather_positions(model(ids), positions)
-    if not torch.allclose(model(ids, positions), at_positions, 1e-3, 1e-3):
-        sys.exit(
-            "an edit of model.py changes logits where only some tokens are computed: what mixes "
-            "tokens belongs at the top of Block.forward(), where x has all of them in order"
-        )
+        x = torch.randn(2, T, config.n_embd)
+
+    def compare(a, b, said):
+        if not torch.allclose(a, b, 1e-3, 1e-3):
+            sys.exit(f"an edit of model.py {said}")
+
+    said = "changes logits where only some tokens are computed: what mixes tokens belongs at the "
+    said += "top of Block.forward(), where x has all of them in order"
+    compare(model(ids, positions), gather_positions(model(ids), positions), said)
     n = T - 4  # tokens of the second row, before its padding
     beside_padding = model(ids, None, torch.arange(T) < torch.tensor([[T], [n]]))[1, :n]
-    alone = model(ids[1:, :n])[0]
-    if not torch.allclose(beside_padding, alone, 1e-3, 1e-3):
-        sys.exit(
-            "an edit of model.py gives a row other logits beside padding or another row: in "
-            "Block.forward(), set what it mixes to 0 where attention_mask (B, T), if given, is 0"
-        )
+    said = "gives a row other logits beside padding or another row: in Block.forward(), set what "
+    said += "it mixes to 0 where attention_mask (B, T), if given, is 0"
+    compare(beside_padding, model(ids[1:, :n])[0], said)
+    if n_narrow > 1:
+        last, some = model.model.layers[-1], gather_positions(x, positions)
+        whole = Block.forward(last, x, None, None, positions)
+        said = "changes Block.forward() alone: with n_narrow, NarrowBlock.forward() needs it too"
+        compare(last(some, None, None, positions, x), whole, said)
 
 
 def mixed_precision(device, dtype):

@@ -11,7 +11,6 @@ and a model folder, which transformers loads if the architecture is a ModernBERT
 Cramming, arXiv 2212.14034.
 """
 
-import gc
 import math
 import os
 import sys
@@ -21,7 +20,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
-from nanocram.settings import configure, read_ranks
+from nanocram.settings import configure, read_ranks, typed
 
 # fmt: off
 # the run
@@ -101,10 +100,10 @@ import numpy as np
 import torch
 
 from model import MaskedLM, ModelConfig, check_mixing, make_loss
-from nanocram import checkpoint, machine, model_folder, parallel, runlog, safety
+from nanocram import checkpoint, fit, machine, model_folder, parallel, runlog, safety
 from nanocram.data import IGNORE, Rows, held_out, load_meta
 from nanocram.muon import Muon
-from nanocram.offload import Streamed
+from nanocram.offload import Streamed, check_offload
 from nanocram.tokenizer import CLS, MASK, Tokenizer
 
 GO_ON = "the same command with --init=resume goes on from the last checkpoint, if there is one"
@@ -163,19 +162,17 @@ class State:
     """Where the loop is. A checkpoint has this, the weights, the optimisers and the loss scale."""
 
     step: int = 0  # optimiser steps done, skipped ones included
-    row: int = 0  # where the next step starts to read; it counts on through all epochs
+    rows_seen: int = 0  # where the next step starts to read; it counts on through all epochs
     skipped: int = 0  # steps whose loss or gradient was not finite
     consecutive_skips: int = 0  # those since the last step that was taken
     evals_done: int = -1  # number of the last evaluation; 0 is the one before the first step
-    logged: int = -1  # step of the last line in log.csv
-    sums: dict = field(default_factory=dict)  # {name: (steps, sum over them)} since that line
     elapsed: float = 0.0  # seconds of the budget that were used up at the save
+    setup_seconds: float = 0.0  # of them: compiling, and finding micro_batch; over all resumes
     recent: dict = field(default_factory=dict)  # {"step", "eval", "save": seconds of the last 3}
-    setup_seconds: float = 0.0  # compiling, and finding micro_batch; over all resumes
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
+    sums: dict = field(default_factory=dict)  # {name: (steps, sum)} since the last line of log.csv
     tensors: dict = field(default_factory=dict)  # a fork's own, such as a mean of the weights
-    longest_row: int = 0  # tokens of the longest rows in a step so far
     began_from: dict = field(default_factory=dict)  # {"model": a folder, **its trained_on}
 
 
@@ -186,9 +183,7 @@ def now():
 
 
 class Clock:
-    """The budget: how much of it is used up, and how far the run is.
-
-    Compiling, training, evaluating and saving count, and so does a machine's sleep; reading the
+    """The budget: compiling, training, evaluating, saving and a machine's sleep use it up; reading
     data and building the model do not. A resumed run goes on from the seconds in its checkpoint:
     the time between the two runs does not count, nor does what a crash has lost."""
 
@@ -207,32 +202,31 @@ class Clock:
         yield
         seconds, usual = now() - start, self.forecast(kind)
         if usual and seconds > 10 + 10 * usual and not max_steps:
-            said = f"a {kind} took {seconds:,.0f} s of the budget"
-            runlog.say(f"WARNING: {said}; --init=resume with a larger budget makes up for it")
+            advice = "--init=resume with a larger budget makes up for it"
+            runlog.say(f"WARNING: a {kind} took {seconds:,.0f} s of the budget; {advice}")
         self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
 
     def forecast(self, kind):
         """Seconds of the next one: the least of the last three, since a stall is no forecast."""
         return min(self.state.recent.get(kind, [0.0]))
 
-    def reserve(self):
-        """Seconds to keep for the end: an evaluation, a save, the step that may be under way."""
-        return 1.2 * (self.forecast("eval") + self.forecast("save")) + self.forecast("step")
+    def left(self):
+        """Seconds left to train, before the last evaluation and save; a step may be under way."""
+        end = 1.2 * (self.forecast("eval") + self.forecast("save")) + self.forecast("step")
+        return budget_hours * 3600 - end - self.elapsed()
 
     def has_room_for(self, kind):
-        """Whether the next "eval" or "save" ends before the reserve."""
-        end = self.elapsed() + self.forecast(kind) + self.reserve()
-        return bool(max_steps) or end < budget_hours * 3600
+        """Whether the next "eval" or "save" would be over in time."""
+        return bool(max_steps) or self.forecast(kind) < self.left()
 
     def progress(self):
-        """Share of the run that is over, in [0, 1]: steps / max_steps, or (elapsed - setup) /
-        (budget - setup - reserve). Setup, mostly compiling, uses budget but is no progress. It
-        falls when a run is resumed with a larger budget, and a little when the reserve shrinks."""
+        """Share of the run that is over, in [0, 1]: steps / max_steps, or the time trained so far /
+        (that + the time left to train). Setting up uses budget but is no progress. It falls when a
+        run is resumed with a larger budget, and a little when the forecasts grow."""
         if max_steps:
             return min(1.0, self.state.step / max_steps)
-        setup = self.state.setup_seconds
-        time_to_train = budget_hours * 3600 - self.reserve() - setup
-        return min(1.0, (self.elapsed() - setup) / max(1e-9, time_to_train))
+        trained = self.elapsed() - self.state.setup_seconds
+        return min(1.0, trained / max(1e-9, trained + self.left()))
 
 
 # -----------------------------------------------------------------------------
@@ -256,8 +250,8 @@ def draw_masks(run, rows, n_predict):
     replaced[:, :n_mask] = MASK
     if n_random:
         random_tokens = torch.randint_like(labels, vocab_size)
-        chosen = slice(n_mask, n_mask + n_random)
-        replaced[:, chosen] = random_tokens[:, chosen]
+        some = slice(n_mask, n_mask + n_random)
+        replaced[:, some] = random_tokens[:, some]
     return rows.scatter(1, positions, replaced), positions, labels
 
 
@@ -273,7 +267,7 @@ def masked_batch(run, first_row, shape):
 
 
 # -----------------------------------------------------------------------------
-# The run, and one step of it
+# The optimisers, and one step
 
 
 def build_optimizers(model, amp_dtype):
@@ -287,8 +281,6 @@ def build_optimizers(model, amp_dtype):
         others = []
     else:
         sys.exit(f"optimizer={optimizer} is unknown: see build_optimizers() in train.py")
-    if offload and others:
-        sys.exit("offload needs AdamW for all weights: type --optimizer=adamw --lr=0.001")
 
     # AdamW or Adam takes what no other one does; norms and biases have no weight decay
     taken = {p for o in others for group in o.param_groups for p in group["params"]}
@@ -308,76 +300,22 @@ def build_optimizers(model, amp_dtype):
     return optimizers
 
 
-@contextmanager
-def shown(run):
-    """Inside `with shown(run)`, run.model holds the weights to evaluate and export. As it stands
-    these are the training weights, which the checkpoint has in any case."""
-    try:
-        yield  # copy others in before this line ...
-    finally:
-        pass  # ... and the training weights back in here
-
-
-def model_config():
-    """The ModelConfig of the settings; exits if no such model can be built."""
-    names = [f.name for f in fields(ModelConfig) if f.name in globals()]
-    try:
-        return ModelConfig(**{name: globals()[name] for name in names})
-    except ValueError as e:
-        sys.exit(str(e))
-
-
-class Run:
-    """A fresh model and all that trains it. main(), bench.py and the tests make one."""
-
-    def __init__(self, rows, meta, tokenizer, dev, amp_dtype):
-        self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
-        self.device, self.amp_dtype = dev, amp_dtype
-        self.micro_batch = micro_batch  # compile_and_fit() may take a smaller one
-        self.state = State()
-        self.clock = Clock(self.state)  # main() starts another one when the budget begins
-        self.saved_step = -1  # state.step at the last save of this process
-        self.saved_at = now()
-        self.world_size = parallel.WORLD_SIZE
-        self.loss_names = []  # what loss_fn returns: a rank may have no micro-batch in a step
-        begins_word = tokenizer.begins_word() if tokenizer else [True] * vocab_size  # bench.py
-        self.begins_word = torch.tensor(begins_word, device=dev)
-
-        # init the model, the same on every rank
-        torch.manual_seed(seed)
-        config = model_config()
-        if offload:  # it stays in host memory, and its blocks stream through the device
-            self.streamed = Streamed(config, dev, amp_dtype, compile)
-            self.model = self.streamed.model
-        else:
-            self.model = MaskedLM(config).to(dev)
-        flops = {shape: self.model.flops_per_token(*shape) for shape in row_shapes()}
-        self.flops_per_token = fmean(flops[row_shape(i / 1000)] for i in range(1000))
-        self.loss_fn = make_loss(self.model, dev, amp_dtype)
-        self.optimizers = build_optimizers(self.model, amp_dtype)
-
-        # in float16 the loss is scaled, so that small gradients survive
-        weights_device = self.model.decoder.weight.device
-        self.scaler = torch.amp.GradScaler(weights_device.type, enabled=amp_dtype == torch.float16)
-        # it makes its scale at the first call, and a rank may have no micro-batch at first
-        self.scaler.scale(torch.zeros((), device=weights_device))
-
-        # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
-        if compile and not offload:
-            torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
-            torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
-            self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
-
-
 def train_step(run, progress):
     """One optimiser step. If the loss or the gradient is not finite, no weight changes."""
     state = run.state
     n_rows = batch_rows(progress)
     n_tokens, n_predict = shape = row_shape(progress)
 
+    # set the learning rates
+    rates = {}  # {column of log.csv: learning rate}
+    for o in run.optimizers:
+        for group in o.param_groups:
+            group["lr"] = group["peak_lr"] * lr_scale(progress)
+            rates[group["column"]] = max(group["lr"], rates.get(group["column"], 0.0))
+
     # forward and backward, each rank on its share of the micro-batches; gradients add up in .grad
     means = {name: torch.zeros((), device=run.device) for name in run.loss_names}
-    first_rows = range(state.row, state.row + n_rows, run.micro_batch)
+    first_rows = range(state.rows_seen, state.rows_seen + n_rows, run.micro_batch)
     for first_row in first_rows[parallel.RANK :: parallel.WORLD_SIZE]:
         ids, positions, labels = masked_batch(run, first_row, shape)
         sums = run.loss_fn(ids, positions, labels)  # {"loss": sum over the labels, ...}
@@ -390,8 +328,6 @@ def train_step(run, progress):
         run.rows.prefetch(first_row + parallel.WORLD_SIZE * run.micro_batch, run.micro_batch)
 
     # sum the means and the gradients over the ranks
-    if offload:
-        run.streamed.collect()  # first the gradients come back to the host
     weights = [p for p in run.model.parameters() if p.requires_grad]
     for weight in weights:
         if weight.grad is None:  # on a rank without a micro-batch
@@ -399,7 +335,7 @@ def train_step(run, progress):
     parallel.all_reduce([*means.values(), *(weight.grad for weight in weights)])
     torch.manual_seed(seed + state.step)  # from here on each rank does the same, chance included
 
-    # the norm of the gradient, by way of the last dimension's: faster on a CPU, and more exact
+    # clip the gradient; the norm of each row first: faster on a CPU, and more exact
     for o in run.optimizers:
         run.scaler.unscale_(o)
     norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
@@ -412,11 +348,6 @@ def train_step(run, progress):
     measured = dict(zip(measured, values, strict=True))
 
     # update the weights
-    rates = {}  # {column of log.csv: learning rate}
-    for o in run.optimizers:
-        for group in o.param_groups:
-            group["lr"] = group["peak_lr"] * lr_scale(progress)
-            rates[group["column"]] = max(group["lr"], rates.get(group["column"], 0.0))
     if math.isfinite(measured["loss"]) and math.isfinite(measured["grad_norm"]):
         for o in run.optimizers:
             o.step()  # not scaler.step(), which would wait for the device once more
@@ -431,78 +362,191 @@ def train_step(run, progress):
     run.model.zero_grad()
 
     state.step += 1
-    state.row += n_rows
-    state.longest_row = max(state.longest_row, n_tokens)
+    state.rows_seen += n_rows
     state.last = measured | rates | {"batch_size": n_rows, "mask_rate": n_predict / n_tokens}
 
 
 # -----------------------------------------------------------------------------
-# Compiling, evaluating, saving: skip these at a first reading.
+# The loop
+
+signals = safety.Signals()
+
+
+@signals  # the first Ctrl-C sets signals.stop, a second one ends the process
+def main():
+    # settings, machine and data, before anything is written
+    parallel.join(device)
+    master_process = parallel.RANK == 0
+    dev, amp_dtype = machine.pick(device, dtype)
+    ckpt_path = Path(out_dir) / "ckpt.pt"
+    resumes, base = find_start(ckpt_path)
+    check_settings(dev)
+    meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
+    train_rows = Rows(Path(data_dir) / "train.bin", seq_len, dev)
+    val_rows = Rows(Path(data_dir) / "val.bin", seq_len)
+    held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
+    tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
+
+    # the run: from scratch, from its checkpoint, or from the weights of another one
+    lock = safety.lock(out_dir) if master_process else None  # one writer a folder
+    run = Run(train_rows, meta, tokenizer, dev, amp_dtype)
+    state = run.state
+    if resumes:
+        checkpoint.load(run, ckpt_path)
+        run.saved_step = state.step
+    if base:
+        run.model.load_state_dict(base.state_dict())
+        state.began_from = {"model": init, **base.trained_on}
+        base = None  # free its memory
+    settings = {name: globals()[name] for name in SETTINGS}
+    log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
+
+    # the budget begins now, the schedules begin behind compiling
+    run.clock = clock = Clock(state)
+    held_out_sets = set_up(run, held_out_rows)
+    if master_process:
+        log.write_facts(micro_batch=run.micro_batch)
+
+    while True:
+        # where the run is, by rank 0's clock; a signal to any rank stops them all
+        progress, stop = parallel.agree(clock.progress(), signals.stop)
+        last_turn = stop or progress >= 1
+        if last_turn and not stop and not state.step:
+            spent = f"the budget has no room for a step after {clock.elapsed():.0f} s of setting up"
+            sys.exit(f"{spent}: type a larger --budget_hours" if master_process else 1)
+
+        # evaluate, log and save; the other ranks go on to the next step's all_reduce, and wait
+        if master_process:
+            losses = {}
+            eval_number = int(progress * max(1, evals))
+            is_due = eval_number > state.evals_done and not stop
+            if is_due and (last_turn or clock.has_room_for("eval")):
+                state.evals_done = eval_number
+                with clock.timed("eval"), eval_weights(run):
+                    losses = evaluate(run, held_out_sets)
+                    if not last_turn:  # log.report() says it then
+                        log.say_evaluation(losses, eval_number)
+            if losses or state.step % log_every == 0:
+                log.add_line(losses)
+            if last_turn or should_save(run):
+                with clock.timed("save"):
+                    is_saved = save(run, log)
+
+        if last_turn:
+            break
+
+        with clock.timed("step"), fit.compile_errors():
+            train_step(run, progress)
+        if master_process:
+            log.after_step(clock.progress())
+        if state.consecutive_skips >= MAX_SKIPPED:
+            which = f"{MAX_SKIPPED} steps, up to step {state.step}"
+            sys.exit(f"no finite gradient in {which}: lower the learning rate and --init=resume")
+
+    # say what has been learnt
+    if master_process:
+        with eval_weights(run):
+            log.report(stop)
+        if not is_saved:
+            sys.exit(1)
+    parallel.leave()
+    del lock
+
+
+# -----------------------------------------------------------------------------
+# Starting, compiling, evaluating, saving, checking: skip these at a first reading.
+
+
+class Run:
+    """A fresh model and all that trains it. main(), bench.py and the tests make one."""
+
+    def __init__(self, rows, meta, tokenizer, dev, amp_dtype):
+        self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
+        self.device, self.amp_dtype = dev, amp_dtype
+        self.micro_batch = micro_batch  # set_up() may take a smaller one
+        self.state = State()
+        self.clock = Clock(self.state)  # main() starts another one when the budget begins
+        self.saved_step = -1  # state.step at the last save of this process
+        self.saved_at = now()
+        self.loss_names = []  # what loss_fn returns: a rank may have no micro-batch in a step
+        begins_word = tokenizer.begins_word() if tokenizer else [True] * vocab_size  # bench.py
+        self.begins_word = torch.tensor(begins_word, device=dev)
+
+        # init the model, the same on every rank
+        torch.manual_seed(seed)
+        if offload:  # it stays in host memory, and its blocks stream through the device
+            self.model = Streamed(model_config(), dev, amp_dtype, compile).model
+        else:
+            self.model = MaskedLM(model_config()).to(dev)
+        flops = {shape: self.model.flops_per_token(*shape) for shape in row_shapes()}
+        self.flops_per_token = fmean(flops[row_shape(i / 1000)] for i in range(1000))
+        self.loss_fn = make_loss(self.model, dev, amp_dtype)
+        self.optimizers = build_optimizers(self.model, amp_dtype)
+
+        # in float16 the loss is scaled, so that small gradients survive
+        where = self.model.decoder.weight.device
+        self.scaler = torch.amp.GradScaler(where.type, enabled=amp_dtype == torch.float16)
+        # it makes its scale at the first call, and a rank may have no micro-batch at first
+        self.scaler.scale(torch.zeros((), device=where))
+
+        # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
+        if compile and not offload:
+            torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
+            torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
+            self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
+
+
+def model_config():
+    """The ModelConfig of the settings; exits if no such model can be built."""
+    names = [f.name for f in fields(ModelConfig) if f.name in globals()]
+    try:
+        return ModelConfig(**{name: globals()[name] for name in names})
+    except ValueError as e:
+        sys.exit(str(e))
 
 
 def take_all_passes(run, held_out_rows):
     """A pass of each shape that the run will have, which compiles it; no weight changes. Returns
     the seconds of a pass of training, and of one of evaluation."""
-    # stand in for what comes later: optimisers' states, the sum over the ranks; and 5 % of a GPU
-    copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
-    stand_ins = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
-    if run.device.type == "cuda":
-        total = torch.cuda.get_device_properties(run.device).total_memory
-        stand_ins.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
 
     def forward_backward(shape):
-        sums = run.loss_fn(*masked_batch(run, run.state.row, shape))
+        sums = run.loss_fn(*masked_batch(run, run.state.rows_seen, shape))
         sums["loss"].backward()
         run.loss_names = list(sums)
 
     # the largest shape twice more at the end, now that the gradients are in memory
     shapes = row_shapes()
     passes = [machine.timed(run.device, forward_backward, s)[0] for s in shapes + 2 * shapes[:1]]
-    for name, p in run.model.named_parameters():
-        if p.requires_grad and p.grad is None:
-            print(f"WARNING: nothing reads {name}, so it is not trained")
     # all batches of evaluations have one shape
     batch = held_out(held_out_rows[: run.micro_batch], run.micro_batch)["val_loss_15"]
     evaluations = [machine.timed(run.device, estimate_loss, run, batch)[0] for _ in range(3)]
     return min(passes[-2:]), min(evaluations)  # one may have been held up
 
 
-def compile_and_fit(run, held_out_rows):
-    """Compile all passes, and make run.micro_batch smaller until each fits in memory.
+def set_up(run, held_out_rows):
+    """Compile all passes, find the micro_batch that fits; return the sets of held_out()."""
+    state, clock = run.state, run.clock
+    seconds = fit.find_micro_batch(run, lambda: take_all_passes(run, held_out_rows), signals)
+    sets = held_out(held_out_rows, run.micro_batch)
+    state.setup_seconds += clock.elapsed() - state.elapsed
+    # forecasts, until a step and an evaluation are measured
+    passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
+    pass_seconds, eval_seconds = seconds or (0.0, 0.0)  # none if a signal came first
+    state.recent["step"] = [pass_seconds * passes]
+    state.recent["eval"] = [eval_seconds * sum(map(len, sets.values()))]
+    # a resume with a larger budget lowers progress: its later evaluations happen a second time
+    state.evals_done = min(state.evals_done, int(clock.progress() * max(1, evals)))
+    return sets
 
-    Returns the seconds of a pass of training and of one of evaluation."""
-    state = run.state
-    seconds = 0.0, 0.0
-    while True:
-        # after an out-of-memory error, of an earlier start too, take the next smaller divisor
-        while 0 < state.oom_micro_batch <= run.micro_batch:
-            if run.micro_batch == 1:
-                sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
-            divisors = [n for n in range(1, run.micro_batch) if run.micro_batch % n == 0]
-            run.micro_batch = divisors[-1]
-            print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
-        oom = False
-        try:
-            seconds = take_all_passes(run, held_out_rows)
-        except Exception as e:
-            oom = safety.is_oom(e)
-            if not oom and isinstance(e, torch._dynamo.exc.ShortenTraceback):
-                why = safety.first_line(e)
-                sys.exit(f"torch.compile fails here ({why}): mend that, or type --compile=False")
-            if not oom:
-                raise
-        # free the memory; inside of `except` the traceback would keep it
-        run.model.zero_grad()
-        run.rows.fetched.clear()
-        gc.collect()
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
-        # all ranks take the size that fits on each; there is no progress to agree on yet
-        _, oom, stop = parallel.agree(0.0, oom, signals.stop)
-        if stop or not oom:
-            return seconds
-        state.oom_micro_batch = run.micro_batch
-        torch.compiler.reset()  # drop the graphs of the larger size
+
+@contextmanager
+def eval_weights(run):
+    """Inside `with eval_weights(run)`, run.model has the weights to evaluate and export. As it
+    stands these are the training weights, which the checkpoint has in any case."""
+    try:
+        yield  # copy others in before this line ...
+    finally:
+        pass  # ... and the training weights back in here
 
 
 @torch.no_grad()
@@ -527,10 +571,12 @@ def evaluate(run, held_out_sets):
 def trained_on(run):
     """What the weights have read, before the run too: an entry of config.json."""
     before, state = run.state.began_from, run.state
+    progress = run.clock.progress()
+    longest = max(row_shape(i / 1000 * progress)[0] for i in range(1001))
     return {
         "sources": [*before.get("sources", []), run.meta["settings"]["source"]],
-        "tokens": before.get("tokens", 0) + state.row * seq_len,
-        "seq_len": max(before.get("seq_len", 0), state.longest_row),
+        "tokens": before.get("tokens", 0) + state.rows_seen * seq_len,
+        "seq_len": max(before.get("seq_len", 0), longest),
     }
 
 
@@ -538,14 +584,12 @@ def should_save(run):
     """Whether to save now: at the start, to warn early of a full disk; after the first step, with
     the optimisers' states; then every checkpoint_minutes. Not after a skipped step, for the last
     update may have broken the weights."""
-    state = run.state
-    updates = state.step - state.skipped
-    minutes = (now() - run.saved_at) / 60
-    due = updates <= 1 or 0 < checkpoint_minutes <= minutes
+    state, minutes = run.state, (now() - run.saved_at) / 60
+    is_due = state.step - state.skipped <= 1 or 0 < checkpoint_minutes <= minutes
     is_new = state.step > run.saved_step
     # the first save may have been a stall: take a second one in any case
     has_room = len(state.recent.get("save", [])) == 1 or run.clock.has_room_for("save")
-    return due and is_new and not state.consecutive_skips and has_room
+    return is_due and is_new and not state.consecutive_skips and has_room
 
 
 def save(run, log):
@@ -554,67 +598,60 @@ def save(run, log):
     A file that cannot be written stays as it was, and a warning says why."""
     run.saved_at = now()
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
+    # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
+    if run.state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
+        runlog.say(f"WARNING: nothing is saved after the skipped steps at the end: {GO_ON}")
+        return False
     try:
         run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
-        with shown(run):
+        with eval_weights(run):
             model_folder.save(run.model, log.folder, trained_on=trained_on(run))
         runlog.plot(log.folder)
         runlog.write_card(log.folder)
     except (OSError, RuntimeError, ValueError) as e:
-        reason = e  # what torch and PIL raise may hide that a disk is full
-        while reason and not isinstance(reason, OSError):
-            reason = reason.__context__
-        runlog.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(reason or e)}")
+        why = safety.first_line(safety.disk_error(e))
+        runlog.say(f"WARNING: cannot save to {log.folder}: {why}")
         return False
     run.saved_step = run.state.step
     return log_is_written
 
 
 def find_start(path):
-    """(whether the run resumes from path, the MaskedLM that it begins from or None), by init.
-
-    Exits if it cannot. The settings of the architecture become those of either."""
+    """(whether the run resumes from path, the MaskedLM that it begins from or None), by init."""
     words = ("scratch", "resume", "auto")
     begun = runlog.read_facts(out_dir).get("settings", {}).get("init", "scratch")
     if init in ("resume", "auto") and begun not in words and not path.exists():
         sys.exit(f"{out_dir} has no checkpoint yet: type --init={begun} again")
     if init == "resume" or (init == "auto" and parallel.agree(0.0, path.exists())[1]):
-        config, began_from = checkpoint.read_config(path)
-        take_architecture(config, path, bool(began_from))
+        take_architecture(checkpoint.read_config(path), path)
         return True, None
     if init in words:
         return False, None
-
     if Path(init).resolve() == Path(out_dir).resolve():
         sys.exit(f"init={init} is out_dir: choose another --out_dir, or --init=resume")
-    try:
-        base = model_folder.load(init)
-        vocabulary = Path(init, "tokenizer.json").read_bytes()
-    except (ValueError, OSError) as e:
-        sys.exit(f"init must be {', '.join(words)} or a model folder: {e}")
-    ours = Path(data_dir, "tokenizer.json")
-    if not ours.exists() or ours.read_bytes() != vocabulary:
-        sys.exit(f"{data_dir} has no rows of {init}'s tokens: give prepare.py --tokenizer={init}")
-    if base.config.position_embedding != "learned":  # no table of weights ends there
-        base.config.max_seq_len = max(base.config.max_seq_len, seq_len)
-    take_architecture(asdict(base.config), init, True)
+    base = model_folder.load_for_rows(init, data_dir)
+    take_architecture(asdict(base.config), init)
     return False, base
 
 
-def take_architecture(config, path, is_bound):
-    """Set the settings that weights are bound to as config, the model's at path, has them.
+def take_architecture(config, path):
+    """Set the settings that weights are bound to as config, of the model at path, has them.
 
-    A resume of a run from scratch, which is not bound, exits where they differ."""
+    Exits if others were typed: a flag is meant, a default or a recipe may be another run's."""
     newer = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    free = ("dropout", "zero_init")
-    config = {k: v for k, v in (newer | config).items() if k in SETTINGS and k not in free}
-    flags = [f"--{k}={v}" for k, v in config.items() if v != globals()[k]]
-    if flags and not is_bound:
-        sys.exit(f"{path} is of another model: to resume it, type {' '.join(flags)}")
+    config = newer | config
+    if config["position_embedding"] != "learned":  # no table of weights ends there
+        is_typed = "max_seq_len" in typed
+        config["max_seq_len"] = max_seq_len if is_typed else max(config["max_seq_len"], seq_len)
+    bound = SETTINGS.keys() - {"dropout", "zero_init"}
+    other = {k: v for k, v in config.items() if k in bound and v != globals()[k]}
+    flags = [f"--{k}={v}" for k, v in other.items() if k in typed]
     if flags:
-        print(f"settings for going on from {path}: {' '.join(flags)}")
-    globals().update(config)  # the one place that changes settings
+        sys.exit(f"{path} is of another model: type {' '.join(flags)}, or leave these out")
+    for name, value in other.items():
+        print(f"{name} = {value!r}, as {path} has it")
+    globals().update(other)  # the one place that changes settings
 
 
 def check_settings(dev):
@@ -648,123 +685,11 @@ def check_settings(dev):
             sys.exit(f"batch_size, batch_start, batch_rows() must be {wanted}: {n_rows} is none")
     if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
-    if offload and (parallel.WORLD_SIZE > 1 or dev.type == "mps"):
-        sys.exit("offload needs one process, on cuda or cpu: drop torchrun or --device=mps")
+    if offload:
+        check_offload(dev, optimizer)
     with torch.device("meta"):
         build_optimizers(MaskedLM(model_config()), torch.float32)  # exits if it cannot be
     check_mixing(model_config(), seq_len)
-
-
-# -----------------------------------------------------------------------------
-
-signals = safety.Signals()
-
-
-@signals  # the first Ctrl-C sets signals.stop, a second one ends the process
-def main():
-    # settings, machine and data, before anything is written
-    parallel.join(device)
-    master_process = parallel.RANK == 0
-    dev, amp_dtype = machine.pick(device, dtype)
-    ckpt = Path(out_dir) / "ckpt.pt"
-    resumes, base = find_start(ckpt)
-    check_settings(dev)
-    meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
-    train_rows = Rows(Path(data_dir) / "train.bin", seq_len, dev)
-    val_rows = Rows(Path(data_dir) / "val.bin", seq_len)
-    held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
-    tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
-
-    # the run: from scratch, from its checkpoint, or from the weights of another one
-    lock = safety.lock(out_dir) if master_process else None  # one writer a folder
-    run = Run(train_rows, meta, tokenizer, dev, amp_dtype)
-    if resumes:
-        checkpoint.load(run, ckpt)
-        run.saved_step = run.state.step
-    if base:
-        run.model.load_state_dict(base.state_dict())
-        run.state.began_from = {"model": init, **base.trained_on}
-        base = None  # free its memory
-    state = run.state
-    settings = {name: globals()[name] for name in SETTINGS}
-    log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
-
-    # the budget begins now, the schedules begin after compiling
-    run.clock = clock = Clock(state)
-    t0 = now()
-    pass_seconds, eval_seconds = compile_and_fit(run, held_out_rows)
-    held_out_sets = held_out(held_out_rows, run.micro_batch)
-    state.setup_seconds += now() - t0
-    # forecasts, until a step and an evaluation are measured
-    passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
-    state.recent["step"] = [pass_seconds * passes]
-    state.recent["eval"] = [eval_seconds * sum(map(len, held_out_sets.values()))]
-    if master_process:
-        log.write_facts(micro_batch=run.micro_batch)
-    # a resume with a larger budget lowers progress: its later evaluations happen a second time
-    state.evals_done = min(state.evals_done, int(clock.progress() * max(1, evals)))
-
-    while True:
-        # where the run is, by rank 0's clock; a signal to any rank stops them all
-        progress, stop = parallel.agree(clock.progress(), signals.stop)
-        done = stop or progress >= 1
-
-        # evaluate, log and save; the other ranks go on to the next step's all_reduce, and wait
-        if master_process and not done:
-            losses = {}
-            eval_number = int(progress * evals)
-            if eval_number > state.evals_done and clock.has_room_for("eval"):
-                state.evals_done = eval_number
-                with clock.timed("eval"), shown(run):
-                    losses = evaluate(run, held_out_sets)
-                    log.say_evaluation(losses, eval_number)
-            if losses or (state.step % log_every == 0 and state.step > state.logged):
-                log.add_line(losses)
-            if should_save(run):
-                with clock.timed("save"):
-                    save(run, log)
-
-        if done:
-            break
-
-        try:
-            with clock.timed("step"):
-                train_step(run, progress)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            sys.exit("torch compiles anew in each step: what changes in loss_fn must be a tensor")
-        if master_process:
-            log.after_step(clock.progress())
-        if state.consecutive_skips >= MAX_SKIPPED:
-            said = f"no finite gradient in {MAX_SKIPPED} steps, up to step {state.step}"
-            sys.exit(f"{said}: lower the learning rate and type --init=resume")
-
-    # the end: evaluate, save, report; if a signal stopped the run, only save
-    if not state.step and not stop:
-        said = f"the budget has no room for a step after {clock.elapsed():.0f} s of setting up"
-        sys.exit(f"{said}: type a larger --budget_hours" if master_process else 1)
-    if master_process:
-        if log.bar:
-            log.bar.close()
-        losses = {}
-        if not stop:
-            with shown(run):
-                losses = evaluate(run, held_out_sets)
-            if state.evals_done < max(1, evals):  # a resumed run that was over has its line
-                state.evals_done = max(1, evals)
-                log.add_line(losses)
-        # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
-        if state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
-            sys.exit(f"nothing is saved after the skipped steps at the end: {GO_ON}")
-        is_saved = save(run, log)
-        if losses:
-            with shown(run):
-                log.report(losses)
-        if not is_saved:
-            sys.exit(1)
-        if stop:
-            runlog.say(f"stopped at step {state.step:,}: --init=resume goes on")
-    parallel.leave()
-    del lock
 
 
 if __name__ == "__main__":

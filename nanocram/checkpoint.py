@@ -42,13 +42,12 @@ def save(run, path, optimizer_name):
 
 
 def read_config(path):
-    """(configuration and "optimizer", State.began_from) of a checkpoint; exits if there is none."""
+    """The fields of ModelConfig, and "optimizer", of a checkpoint; exits if there is none."""
     if not path.exists():
         sys.exit(f"{path} not found: name the --out_dir of a run to resume, or drop --init=resume")
     try:
         ckpt = torch.load(path, weights_only=True, mmap=True)  # reads no tensor
-        config = ckpt["config"] | {"optimizer": ckpt["optimizer"]}
-        return config, ckpt["state"].get("began_from")
+        return ckpt["config"] | {"optimizer": ckpt["optimizer"]}
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} is damaged: {first_line(e)}")
 
@@ -67,9 +66,10 @@ def load(run, path):
                 group.update(settings)  # learning rates are those of this command
         if run.scaler.is_enabled() and ckpt["scaler"]:
             run.scaler.load_state_dict(ckpt["scaler"])
+        state = {"rows_seen": ckpt["state"].get("row"), **ckpt["state"]}  # row: before 2026-11-27
         for field in fields(run.state):
-            if field.name in ckpt["state"]:  # a field that is newer keeps its default
-                setattr(run.state, field.name, ckpt["state"][field.name])
+            if field.name in state:  # a field that is newer keeps its default
+                setattr(run.state, field.name, state[field.name])
         where = run.model.decoder.weight.device
         run.state.tensors = {k: t.detach().to(where) for k, t in run.state.tensors.items()}
     except Exception as e:  # there are many ways to be broken

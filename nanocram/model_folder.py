@@ -10,6 +10,7 @@ names, for load().
 import json
 import re
 import shutil
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -144,6 +145,20 @@ def load(folder, device="cpu"):
         raise ValueError(f"{folder} is no model folder of train.py: {reason}") from None
     model.trained_on = spec.get("trained_on", {"sources": ["unknown text"]})  # of an older time
     return model.to(device).eval()
+
+
+def load_for_rows(folder, data_dir):
+    """load(), to train on rows of data_dir; exits if these are not of the folder's tokens."""
+    try:
+        model = load(folder)
+        vocabulary = Path(folder, "tokenizer.json").read_bytes()
+    except (ValueError, OSError) as e:
+        sys.exit(f"init must be scratch, resume, auto or a model folder: {e}")
+    ours = Path(data_dir, "tokenizer.json")
+    if not ours.exists() or ours.read_bytes() != vocabulary:
+        said = f"{data_dir} has no rows of {folder}'s tokens"
+        sys.exit(f"{said}: give prepare.py --tokenizer={folder}")
+    return model
 
 
 def to_folder_keys(state, config, is_native):

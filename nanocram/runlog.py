@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanocram import machine
+from nanocram import machine, parallel
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
 from nanocram.safety import first_line, names_in, write_beside, write_text
@@ -101,7 +101,7 @@ class Log:
         self.settings = settings
         self.lines = []  # of log.csv
         self.written_at = 0.0  # when that was written last
-        self.first_row = run.state.row  # where this process began to train
+        self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
         self.bar = None  # from the first step on
         self.has_forecast = False
@@ -112,7 +112,7 @@ class Log:
             samples = ENGLISH if run.tokenizer.mode == "ascii" else ""
         sentences = samples.split("|") if samples else []
         self.sentences = [s for s in sentences if len(run.tokenizer.encode(s)) <= longest]
-        self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * run.world_size
+        self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         self.n_params = sum(p.numel() for p in run.model.parameters())
         is_resumed = run.saved_step >= 0
         before = read_facts(self.folder) if is_resumed else {}
@@ -122,9 +122,9 @@ class Log:
         self.facts = {
             "parameters": self.n_params,
             "flops_per_token": run.flops_per_token,
-            "matmul_flops": self.matmul_rate / run.world_size,
+            "matmul_flops": self.matmul_rate / parallel.WORLD_SIZE,
             "amp_dtype": str(run.amp_dtype),
-            "processes": run.world_size,
+            "processes": parallel.WORLD_SIZE,
             "data": run.meta["sha256"]["train.bin"],
             "began_from": run.state.began_from,
             "corpus": {k: run.meta["settings"][k] for k in ("source", "normalisation")}
@@ -182,9 +182,11 @@ class Log:
 
     def add_line(self, losses):
         """Add a line to log.csv: means of what was measured since the last one, what else the last
-        step had, and perhaps held-out losses."""
+        step had, and perhaps held-out losses. Not twice for a step that a resume begins with."""
         state = self.run.state
-        tokens = state.row * self.run.rows.seq_len
+        if not losses and self.lines and self.lines[-1]["step"] == state.step:
+            return
+        tokens = state.rows_seen * self.run.rows.seq_len
         line = {
             "elapsed_s": self.run.clock.elapsed(),
             "step": state.step,
@@ -196,7 +198,6 @@ class Log:
         }
         line |= {name: total / steps for name, (steps, total) in state.sums.items()}
         state.sums = {}
-        state.logged = state.step
         self.lines.append(line)
         if self.wandb:
             self.wandb.log(line, step=state.step)
@@ -217,7 +218,7 @@ class Log:
 
     def throughput(self):
         """(tokens per second, MFU) of all ranks, while this process trained."""
-        tokens = (self.run.state.row - self.first_row) * self.run.rows.seq_len
+        tokens = (self.run.state.rows_seen - self.first_row) * self.run.rows.seq_len
         speed = tokens / max(1e-9, self.train_seconds)
         return speed, speed * self.run.flops_per_token / self.matmul_rate
 
@@ -238,7 +239,7 @@ class Log:
         )
         if self.train_seconds > 10 and not self.has_forecast and not self.settings["max_steps"]:
             self.has_forecast = True
-            tokens = state.row * self.run.rows.seq_len + speed * left
+            tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             ratio = tokens / self.n_params
             say(
@@ -251,24 +252,29 @@ class Log:
         top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
         say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
 
-    def report(self, losses):
-        """Say what the run was and what the model has learnt."""
+    def report(self, is_stopped):
+        """Say what the run was and what the model has learnt; of a stopped one, how to go on."""
         state, clock = self.run.state, self.run.clock
+        if self.bar:
+            self.bar.close()
+        if is_stopped:
+            return say(f"stopped at step {state.step:,}: --init=resume goes on")
         with contextlib.suppress(RuntimeError):  # a GPU may be full
             rate = machine.matmul_rate(self.run.device, self.run.amp_dtype)
-            self.matmul_rate = max(self.matmul_rate, rate * self.run.world_size)
+            self.matmul_rate = max(self.matmul_rate, rate * parallel.WORLD_SIZE)
         speed, mfu = self.throughput()
+        rows, n_rows = self.run.rows, state.rows_seen
         say(
-            f"{state.step:,} steps, {state.skipped} of them skipped; "
-            f"{state.row * self.run.rows.seq_len:,} tokens, "
-            f"{state.row / len(self.run.rows):.2f} epochs; {speed:,.0f} tokens/s, MFU {mfu:.0%}; "
+            f"{state.step:,} steps, {state.skipped} of them skipped; {n_rows * rows.seq_len:,} "
+            f"tokens, {n_rows / len(rows):.2f} epochs; {speed:,.0f} tokens/s, MFU {mfu:.0%}; "
             f"{clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
         )
-        say(
-            f"held-out loss {losses['val_loss_15']:.4f} at 15 % masked, "
-            f"{losses['val_loss_25']:.4f} at 25 %; "
-            f"{losses['val_nats_per_char']:.4f} nats per character"
-        )
+        for line in [line for line in self.lines if "val_loss_15" in line][-1:]:
+            say(
+                f"held-out loss {line['val_loss_15']:.4f} at 15 % masked, "
+                f"{line['val_loss_25']:.4f} at 25 %; "
+                f"{line['val_nats_per_char']:.4f} nats per character"
+            )
         for sentence in self.sentences:
             self.guess(sentence)
         say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")

@@ -62,6 +62,14 @@ def first_line(error):
     return (str(error).strip() or repr(error)).splitlines()[0][:150]
 
 
+def disk_error(error):
+    """The OSError behind an exception, or itself: torch and PIL may hide that a disk is full."""
+    reason = error
+    while reason and not isinstance(reason, OSError):
+        reason = reason.__context__
+    return reason or error
+
+
 def is_oom(error):
     """Whether an exception is about memory; the CPU's allocator raises a plain RuntimeError."""
     words = ("memoryerror", "out of memory", "allocate memory", "alloc_failed")

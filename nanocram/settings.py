@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+typed = set()  # the settings that the last command line named, recipes apart
+
 
 def prepare_streams():
     """Let stdout and stderr, be they closed or a notebook's, take any character, line by line."""
@@ -55,6 +57,7 @@ def configure(namespace, argv=None, also=None):
         sys.exit()
 
     values = dict(defaults)
+    typed.clear()
     for arg in argv:
         if arg.startswith("-"):
             name, equals, text = arg.lstrip("-").partition("=")
@@ -63,6 +66,7 @@ def configure(namespace, argv=None, also=None):
             if name not in defaults:
                 refuse("command line", name, script, defaults)
             values[name] = convert("command line", name, parse(text, defaults[name]), defaults)
+            typed.add(name)
         else:
             run_recipe(arg, values, defaults, script)
 

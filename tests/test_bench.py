@@ -1,4 +1,4 @@
-"""bench.py: what it prints follows from what it measures, and its rivals compute one loss."""
+"""bench.py: what it prints follows from what it measures, and its baselines compute one loss."""
 
 import functools
 import re
@@ -25,20 +25,20 @@ def number(pattern, text):
     return float(re.search(pattern, text)[1].replace(",", ""))
 
 
-def test_rivals_compute_the_same_loss(small):
+def test_baselines_compute_the_same_loss(small):
     """With our weights, transformers' dense and sparse heads end at our loss."""
     run = bench.new_run()
     batch = small.masked_batch(run, 0, small.row_shape(0.5))
-    rivals = bench.make_rivals(run.model.config, batch, CPU, torch.float32)
-    ours, our_loss = rivals["nanocram"]
+    baselines = bench.make_baselines(run.model.config, batch, CPU, torch.float32)
+    ours, our_loss = baselines["nanocram"]
     torch.nn.init.normal_(ours.model.layers[-1].mlp.Wo.weight)  # zero until here
     weights = to_folder_keys(ours.state_dict(), ours.config, True)
-    for theirs, loss_fn in rivals.values():
+    for theirs, loss_fn in baselines.values():
         if theirs is not ours:
             keys = theirs.load_state_dict(weights, strict=False)
             assert keys.missing_keys == ["decoder.weight"] and not keys.unexpected_keys
         assert loss_fn().item() == pytest.approx(our_loss().item(), rel=1e-5)
-    assert len(rivals) == 3
+    assert len(baselines) == 3
 
 
 def test_the_whole_report(small, monkeypatch, capsys):

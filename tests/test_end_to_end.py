@@ -169,20 +169,21 @@ def longer(finished, corpus, tmp_path_factory):
 def test_a_model_goes_on_with_longer_rows(
     finished, longer, corpus, tmp_path, train, monkeypatch, capsys
 ):
-    """Killed and resumed it ends as if nothing had been. Its sizes are the model's, not n_layer=1;
-    the first held-out loss is the model's, by transformers; the card adds the tokens."""
+    """Killed and resumed it ends as if nothing had been. Its sizes are the model's, not n_layer=1,
+    which nobody typed; the first held-out loss is the model's, by transformers; the card adds the
+    tokens."""
     base, (data, printed) = finished[0], longer
     assert f"--init={base}" in printed.splitlines()[-1]
     there = {name: getattr(train, name) for name in train.SETTINGS}
-    stage = {"seq_len": 256, "max_steps": 12, "n_layer": 1, "max_seq_len": 300, "dropout": 0.2}
+    stage = {"seq_len": 256, "max_steps": 12, "dropout": 0.2}
     begin = stage | {"init": str(base)}
     folders = {"data_dir": str(data), "out_dir": str(tmp_path / "whole")}
-    put(monkeypatch, train, **(there | begin | folders))
+    put(monkeypatch, train, **(there | begin | folders | {"n_layer": 1, "max_seq_len": 300}))
     train.main()
-    assert "--n_layer=2" in capsys.readouterr().out
+    assert "n_layer = 2, as" in capsys.readouterr().out
     out, begin = tmp_path / "out", begin | {"checkpoint_minutes": 1e-9}
     assert run_until(out, data, signal.SIGKILL, 4, **begin)[0] == -signal.SIGKILL
-    put(monkeypatch, train, **stage, init="resume", out_dir=str(out))
+    put(monkeypatch, train, **stage, n_layer=1, init="resume", out_dir=str(out))
     train.main()
     assert "resumed at step" in capsys.readouterr().out
     assert same(weights(out), weights(tmp_path / "whole"))
@@ -212,7 +213,7 @@ def test_a_model_goes_on_with_longer_rows(
 
 
 def test_what_an_init_cannot_begin_from_is_one_line(finished, longer, tmp_path, train, monkeypatch):
-    """Another vocabulary; its own folder; on a resume, other sizes than the checkpoint's."""
+    """Another vocabulary; its own folder; other sizes than the weights', if they were typed."""
     base = shutil.copytree(finished[0], tmp_path / "base")
     text = (base / "tokenizer.json").read_text()
     (base / "tokenizer.json").write_text(text.replace(" ", "  ", 1))
@@ -220,11 +221,12 @@ def test_what_an_init_cannot_begin_from_is_one_line(finished, longer, tmp_path, 
         ({"init": str(base), "data_dir": str(longer[0])}, "give prepare.py --tokenizer="),
         ({"init": str(base), "out_dir": str(base)}, "choose another --out_dir"),
         ({"init": "resume", "out_dir": str(base), "n_layer": 1}, "type --n_layer=2"),
+        ({"init": str(finished[0]), "n_embd": 64}, "type --n_embd=32"),
         ({"init": "resume", "out_dir": str(base), "optimizer": "adamw"}, "type --optimizer=muon"),
     ]
     for settings, message in slips:
         with monkeypatch.context() as patch:
-            put(patch, train, **settings)
+            put(patch, train, **settings, typed=set(settings))
             with pytest.raises(SystemExit, match=message):
                 train.main()
 

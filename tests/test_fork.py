@@ -230,16 +230,16 @@ NEIGHBOURS = (
         "        self.conv = nn.Conv1d(C, C, 3, padding=1, groups=C)\n"
     ),
 )
-CONTEXT = "        context = x if self.post_norm else self.attn_norm(x)  # (B, T, C)\n"
+NORMED = "        normed = x if self.post_norm else self.attn_norm(x)\n"
 PADDING = "        x = x if attention_mask is None else x * attention_mask[..., None]\n"
-OUTPUT = "        return chosen + self.drop(self.mlp(self.mlp_norm(chosen)))\n"
+OUTPUT = "        return x + self.drop(self.mlp(self.mlp_norm(x)))\n"
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_layer_that_mixes_neighbours(fork, offload):
     """At the top of Block; transformers is not told that it can read the folder."""
     fork.edit("model.py", *NEIGHBOURS)
-    fork.edit("model.py", CONTEXT, PADDING + "        x = x + self.conv(x.mT).mT\n" + CONTEXT)
+    fork.edit("model.py", NORMED, PADDING + "        x = x + self.conv(x.mT).mT\n" + NORMED)
     settings = {"optimizer": "adamw", "offload": offload}
     _, rows, _ = fork.train(**settings)
     assert rows[-1]["step"] == "4"
@@ -251,8 +251,8 @@ def test_a_layer_that_mixes_neighbours(fork, offload):
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (OUTPUT, "        chosen = chosen + self.conv(chosen.mT).mT\n" + OUTPUT, "top of Block"),
-        (CONTEXT, "        x = x + self.conv(x.mT).mT\n" + CONTEXT, "padding"),
+        (OUTPUT, "        x = x + self.conv(x.mT).mT\n" + OUTPUT, "top of Block"),
+        (NORMED, "        x = x + self.conv(x.mT).mT\n" + NORMED, "padding"),
     ],
 )
 def test_a_layer_that_mixes_in_the_wrong_place_is_one_line(fork, old, new, said):
@@ -296,7 +296,7 @@ def test_an_auxiliary_loss_and_its_column(fork):
     assert rows[0]["val_loss_15"] == plain[0]["val_loss_15"]
 
 
-def test_a_mean_of_the_weights_is_shown(fork):
+def test_a_mean_of_the_weights_is_evaluated(fork):
     """The folder has the means, the checkpoint what trains; a resume is as if there was no stop."""
     stepped = "        for name, value in measured.items():\n"
     fork.edit(
@@ -306,13 +306,13 @@ def test_a_mean_of_the_weights_is_shown(fork):
         "            mean = state.tensors.setdefault(name, torch.zeros_like(p).detach())\n"
         "            mean.lerp_(p.detach(), 1 / (state.step + 1))\n" + stepped,
     )
-    shown = """        yield  # copy others in before this line ...
+    there = """        yield  # copy others in before this line ...
     finally:
         pass  # ... and the training weights back in here
 """
     fork.edit(
         "train.py",
-        shown,
+        there,
         """        kept = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         run.model.load_state_dict(run.state.tensors, strict=False)
         yield

@@ -13,7 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model as module
 import train
-from model import CHOICES, Classifier, MaskedLM, ModelConfig, attend_by_products, make_loss
+from model import (
+    CHOICES,
+    Classifier,
+    MaskedLM,
+    ModelConfig,
+    gather_positions,
+    make_loss,
+    math_attention,
+)
 from nanocram.settings import configure
 
 CPU = torch.device("cpu")
@@ -120,7 +128,7 @@ def test_attention_by_products_is_torchs_in_float64(dtype, tolerance, padded):
     wanted.sin().sum().backward()
     for tensor in tensors:
         tensor.requires_grad_()
-    got = attend_by_products(*tensors, mask, 0.0)
+    got = math_attention(*tensors, mask, 0.0)
     got.sin().sum().backward()
     assert got.dtype == dtype
     assert relative_error(got, wanted) < tolerance
@@ -196,10 +204,19 @@ def shifted(x):
     return x.roll(1, dims=1)
 
 
+def at(x, positions, queries):
+    """What Attention takes as its queries."""
+    return gather_positions(x, positions) if queries is None else queries
+
+
 FEW, PADDING = "only some tokens are computed", "beside padding or another row"
 EDITS = {  # {where somebody might mix tokens: (class, its new forward, what is said)}
     "before attention": ("Block", lambda f: lambda s, x, *a: f(s, x + shifted(x), *a), PADDING),
-    "the values": ("Attention", lambda f: lambda s, q, c, *a: f(s, q, shifted(c), *a), PADDING),
+    "the values": (
+        "Attention",
+        lambda f: lambda s, x, r, m, p, queries=None: f(s, shifted(x), r, m, p, at(x, p, queries)),
+        PADDING,
+    ),
     "beside padding alone": (
         "Block",
         lambda f: lambda s, x, r, m=None, *a: f(s, x if m is None else 2 * x, r, m, *a),
@@ -215,7 +232,11 @@ EDITS = {  # {where somebody might mix tokens: (class, its new forward, what is 
         PADDING,
     ),
     "rows of the batch": ("Block", lambda f: lambda s, x, *a: f(s, x + x.mean(0), *a), PADDING),
-    "the queries": ("Attention", lambda f: lambda s, q, *a: f(s, shifted(q), *a), FEW),
+    "the queries": (
+        "Attention",
+        lambda f: lambda s, x, r, m, p, queries=None: f(s, x, r, m, p, shifted(at(x, p, queries))),
+        FEW,
+    ),
     "the MLP": ("MLP", lambda f: lambda s, x: f(s, shifted(x)), FEW),
     "after the block": ("Block", lambda f: lambda s, *a: shifted(f(s, *a)), FEW),
 }
@@ -243,9 +264,11 @@ def test_an_edit_that_mixes_tokens_in_the_right_place_is_none_of_it(monkeypatch)
 
     monkeypatch.setattr(module.Block, "forward", edited)
     state = torch.get_rng_state()
-    for switches in ({}, CRAMMED, BERT, {"n_narrow": 2}):
+    for switches in ({}, CRAMMED, BERT):
         module.check_mixing(model_config(**(SIZES | switches)), 16)
     assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(SystemExit, match=r"NarrowBlock\.forward\(\) needs it too"):
+        module.check_mixing(model_config(**SIZES, n_narrow=2), 16)
 
 
 # The loss, its precision and its graphs

@@ -29,6 +29,11 @@ def step(run, progress):
     return run.state.last["loss"], run.state.last["grad_norm"]
 
 
+def streamed_of(run):
+    """The Streamed behind a run's model."""
+    return run.model.forward.__self__
+
+
 def weights_of(run):
     return {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
@@ -97,7 +102,6 @@ def test_gradients_are_the_plain_models(switches):
         for either in (plain, streamed.model):
             torch.manual_seed(micro_batch)
             make_loss(either, CPU, torch.float32)(*batch)["loss"].backward()
-    streamed.collect()
     for ours, theirs in zip(streamed.model.parameters(), plain.parameters(), strict=True):
         if config.n_narrow:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
@@ -129,7 +133,7 @@ def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
     """A step after it is a fresh run's."""
     setting(offload=True)
     tried, fresh = new_run(), new_run()
-    get_sums = tried.streamed.get_sums
+    get_sums = streamed_of(tried).get_sums
 
     def out_of_memory_in_block_0(i):
         if i == 0:
@@ -138,7 +142,7 @@ def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
 
     loss = tried.loss_fn(*module.masked_batch(tried, 64, (128, 20)))["loss"]
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(tried.streamed, "get_sums", out_of_memory_in_block_0)
+        patch.setattr(streamed_of(tried), "get_sums", out_of_memory_in_block_0)
         loss.backward()
     tried.model.zero_grad()
     assert step(tried, 0.9) == step(fresh, 0.9)
@@ -147,7 +151,7 @@ def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
 def test_device_memory_holds_two_blocks(setting):
     """Of weights and of gradients; both are there once for all."""
     setting(offload=True, n_layer=5)
-    streamed = new_run().streamed
+    streamed = streamed_of(new_run())
     slots = {id(slot): slot.buffer for g in streamed.groups for slot in (g.weight_slot, g.sum_slot)}
     largest = sum(p.numel() for p in streamed.model.model.layers[1].parameters())
     assert sorted(map(len, slots.values())) == [largest] * 4

@@ -256,7 +256,7 @@ def test_compiled_equals_eager(train, setting):
 
 @pytest.mark.parametrize(("dtype", "skips"), [("float32", 1), ("float16", 3), ("float16", 4)])
 def test_nothing_is_saved_after_last_steps_that_were_skipped(
-    train, setting, monkeypatch, dtype, skips
+    train, setting, monkeypatch, capsys, dtype, skips
 ):
     """But after three or fewer in float16, where they are routine."""
     setting(max_steps=6, samples="", dtype=dtype)
@@ -271,8 +271,9 @@ def test_nothing_is_saved_after_last_steps_that_were_skipped(
     if skips == 3:
         module.main()
     else:
-        with pytest.raises(SystemExit, match="nothing is saved after the skipped steps"):
+        with pytest.raises(SystemExit, match="1"):
             module.main()
+        assert "nothing is saved after the skipped steps" in capsys.readouterr().out
     state = torch.load(Path(train.out_dir) / "ckpt.pt", weights_only=True)["state"]
     assert state["step"] == (6 if skips == 3 else 1)
     assert runlog.read_log(train.out_dir)[-1]["step"] == 6
@@ -338,14 +339,13 @@ def test_the_first_step_is_taken_for_one_of_the_start(train, setting, monkeypatc
     estimates = []
 
     def compiled(run, held_out_rows):
-        run.state.setup_seconds = 50.0
         return 3.0, 0.0
 
     def stop(run, progress):
         estimates.append(run.clock.forecast("step"))
         module.signals.stop = True
 
-    monkeypatch.setattr(module, "compile_and_fit", compiled)
+    monkeypatch.setattr(module, "take_all_passes", compiled)
     monkeypatch.setattr(module, "train_step", stop)
     monkeypatch.setattr(runlog.Log, "after_step", lambda log, progress: None)
     module.main()
@@ -405,7 +405,7 @@ def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys
         spend("eval")
         return dict.fromkeys(("val_loss_15", "val_loss_25", "val_nats_per_char"), 1.0)
 
-    monkeypatch.setattr(module, "compile_and_fit", lambda *what: (1.0, 1.0))
+    monkeypatch.setattr(module, "take_all_passes", lambda *what: (1.0, 1.0))
     put(monkeypatch, module, train_step=step, save=save, evaluate=evaluate)
     module.main()
     last = runlog.read_log(train.out_dir)[-1]
@@ -692,7 +692,7 @@ def test_a_run_that_was_killed_before_its_first_save_begins_anew(train, setting,
     """By the same command, where nothing can be moved aside either."""
     setting(init="auto", max_steps=1, samples="")
     with monkeypatch.context() as patch:
-        patch.setattr(module, "compile_and_fit", lambda *what: sys.exit("killed"))
+        patch.setattr(module, "set_up", lambda *what: sys.exit("killed"))
         with pytest.raises(SystemExit, match="killed"):
             module.main()
     (Path(train.out_dir) / "ckpt.pt.tmp").write_text("half")
@@ -739,7 +739,7 @@ import train
 from nanocram import machine
 machine.keep_freed_memory = lambda: None
 machine.matmul_rate = lambda *where: 1e12
-compile_and_fit = train.compile_and_fit
+set_up = train.set_up
 
 def limited(*args):
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -747,11 +747,11 @@ def limited(*args):
     limit = pages * resource.getpagesize() + 200_000_000
     resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
-        return compile_and_fit(*args)
+        return set_up(*args)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
-train.compile_and_fit = limited
+train.set_up = limited
 vars(train).update(SETTINGS)
 train.main()
 """

@@ -1,0 +1,77 @@
+"""Find the micro_batch that fits in memory, and say in one line why torch cannot compile."""
+
+import contextlib
+import gc
+import sys
+
+import torch
+
+from nanocram import parallel, safety
+
+
+@contextlib.contextmanager
+def compile_errors():
+    """Around passes: exit in one line if torch cannot compile them, or does so in each step."""
+    try:
+        yield
+    except torch._dynamo.exc.FailOnRecompileLimitHit:
+        sys.exit("torch compiles anew in each step: what changes in loss_fn must be a tensor")
+    except torch._dynamo.exc.ShortenTraceback as e:
+        if safety.is_oom(e):
+            raise
+        why = safety.first_line(e)
+        sys.exit(f"torch.compile fails here ({why}): mend that, or type --compile=False")
+
+
+def next_smaller(micro_batch):
+    """Its next smaller divisor; exits if there is none."""
+    if micro_batch == 1:
+        sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
+    return next(n for n in range(micro_batch - 1, 0, -1) if micro_batch % n == 0)
+
+
+@contextlib.contextmanager
+def stand_ins(run):
+    """Around passes: memory that later steps take, for optimisers' states and the sum over the
+    ranks, and 5 % of a GPU."""
+    copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
+    tensors = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
+    if run.device.type == "cuda":
+        total = torch.cuda.get_device_properties(run.device).total_memory
+        tensors.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
+    yield
+    tensors.clear()
+
+
+def find_micro_batch(run, take_passes, signals):
+    """Make a train.Run's micro_batch smaller until take_passes(), which changes no weight, fits in
+    memory on every rank. Returns what take_passes() does; exits if a single row is too much."""
+    result = None
+    while True:
+        # an earlier start may have run out of memory too
+        while 0 < run.state.oom_micro_batch <= run.micro_batch:
+            run.micro_batch = next_smaller(run.micro_batch)
+            print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
+        oom = False
+        try:
+            with compile_errors(), stand_ins(run):
+                result = take_passes()
+        except Exception as e:
+            oom = safety.is_oom(e)
+            if not oom:
+                raise
+        for name, p in run.model.named_parameters():
+            if not oom and p.requires_grad and p.grad is None:
+                print(f"WARNING: nothing reads {name}, so it is not trained")
+        # free the memory; inside of `except` the traceback would keep it
+        run.model.zero_grad()
+        run.rows.fetched.clear()
+        gc.collect()
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+        # all ranks take the size that fits on each; there is no progress to agree on yet
+        _, oom, stop = parallel.agree(0.0, oom, signals.stop)
+        if stop or not oom:
+            return result
+        run.state.oom_micro_batch = run.micro_batch
+        torch.compiler.reset()  # drop the graphs of the larger size

@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from nanocram.settings import configure
+from nanocram.settings import check, configure
 
 # fmt: off
 model = "out/fineweb"      # folder of a run of train.py; the results go there too
@@ -277,12 +277,15 @@ def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, bar=None)
 
 def check_settings():
     """The names of the tasks; exits with one line for settings that cannot work."""
-    if glue_schedule not in ("cosine", "linear") or glue_pooling not in ("cls", "mean"):
-        sys.exit("glue_schedule is cosine or linear, glue_pooling is cls or mean")
-    if min(seeds, epochs, glue_batch, hf_batch) < 1 or first_seed < 0:
-        sys.exit("seeds, epochs, glue_batch and hf_batch must be 1 or more, first_seed 0 or more")
-    if glue_seq_len < 8 or not 0 <= glue_dropout < 1:
-        sys.exit("glue_seq_len must be 8 or more, glue_dropout in [0, 1): see --help")
+    allowed = {
+        "glue_schedule": ("cosine", "linear"),
+        "glue_pooling": ("cls", "mean"),
+        "seeds epochs glue_batch hf_batch": (1, math.inf),
+        "first_seed": (0, math.inf),
+        "glue_seq_len": (8, math.inf),
+        "glue_warmup glue_dropout": (0, 0.99999),
+    }
+    check(globals(), allowed)
     if baseline not in ("", "scratch") and not baseline.startswith("hf:"):
         sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
     if not Path(model).is_dir():

@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanocram import safety, sources
-from nanocram.settings import configure, prepare_streams
+from nanocram.settings import check, configure, prepare_streams
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
 from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
 
@@ -470,22 +470,18 @@ def begin_folder(folder, settings, files):
 
 
 def check_settings():
+    """Exit with one line if the settings cannot work."""
     allowed = {
         "normalisation": MODES,
         "documents": ("paragraphs", "lines"),
         "order": ("shuffle", "curriculum"),
-        "vocab_size": range(260, 65537),
-        "seq_len": range(8, 65537),
-        "val_tokens": range(seq_len, 10**9),
-        "max_tokens": range(10**15),
+        "vocab_size": (260, 65536),
+        "seq_len": (8, 65536),
+        "val_tokens": (seq_len, 10**9),
+        "max_tokens": (0, 10**15),
+        "val_share": (0, 0.5),
     }
-    for name, values in allowed.items():
-        if globals()[name] not in values:
-            is_range = isinstance(values, range)
-            what = f"{values[0]} to {values[-1]}" if is_range else " or ".join(values)
-            sys.exit(f"{name}={globals()[name]} cannot work: type {what}")
-    if not 0 <= val_share <= 0.5:
-        sys.exit(f"val_share={val_share} cannot work: it must be 0 to 0.5")
+    check(globals(), allowed)
 
 
 def adopt_vocabulary():

@@ -14,13 +14,12 @@ Cramming, arXiv 2212.14034.
 import math
 import os
 import sys
-import time
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
-from nanocram.settings import configure, read_ranks, typed
+from nanocram.settings import check, configure, read_ranks, typed
 
 # fmt: off
 # the run
@@ -102,6 +101,7 @@ import torch
 from model import MaskedLM, ModelConfig, check_mixing, make_loss
 from nanocram import checkpoint, fit, machine, model_folder, parallel, runlog, safety
 from nanocram.data import IGNORE, Rows, held_out, load_meta
+from nanocram.machine import now
 from nanocram.muon import Muon
 from nanocram.offload import Streamed, check_offload
 from nanocram.tokenizer import CLS, MASK, Tokenizer
@@ -174,12 +174,6 @@ class State:
     sums: dict = field(default_factory=dict)  # {name: (steps, sum)} since the last line of log.csv
     tensors: dict = field(default_factory=dict)  # a fork's own, such as a mean of the weights
     began_from: dict = field(default_factory=dict)  # {"model": a folder, **its trained_on}
-
-
-def now():
-    """Seconds by a clock that goes on while the machine sleeps, where the system has one."""
-    boottime = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
-    return time.monotonic() if boottime is None else time.clock_gettime(boottime)
 
 
 class Clock:
@@ -302,8 +296,7 @@ def build_optimizers(model, amp_dtype):
 
 def train_step(run, progress):
     """One optimiser step. If the loss or the gradient is not finite, no weight changes."""
-    state = run.state
-    n_rows = batch_rows(progress)
+    state, n_rows = run.state, batch_rows(progress)
     n_tokens, n_predict = shape = row_shape(progress)
 
     # set the learning rates
@@ -571,8 +564,7 @@ def evaluate(run, held_out_sets):
 def trained_on(run):
     """What the weights have read, before the run too: an entry of config.json."""
     before, state = run.state.began_from, run.state
-    progress = run.clock.progress()
-    longest = max(row_shape(i / 1000 * progress)[0] for i in range(1001))
+    longest = max(row_shape(i / 1000 * run.clock.progress())[0] for i in range(1001))
     return {
         "sources": [*before.get("sources", []), run.meta["settings"]["source"]],
         "tokens": before.get("tokens", 0) + state.rows_seen * seq_len,
@@ -610,8 +602,7 @@ def save(run, log):
         runlog.plot(log.folder)
         runlog.write_card(log.folder)
     except (OSError, RuntimeError, ValueError) as e:
-        why = safety.first_line(safety.disk_error(e))
-        runlog.say(f"WARNING: cannot save to {log.folder}: {why}")
+        runlog.say(f"WARNING: cannot save to {log.folder}: {safety.disk_error(e)}")
         return False
     run.saved_step = run.state.step
     return log_is_written
@@ -639,8 +630,7 @@ def take_architecture(config, path):
     """Set the settings that weights are bound to as config, of the model at path, has them.
 
     Exits if others were typed: a flag is meant, a default or a recipe may be another run's."""
-    newer = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    config = newer | config
+    config = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING} | config
     if config["position_embedding"] != "learned":  # no table of weights ends there
         is_typed = "max_seq_len" in typed
         config["max_seq_len"] = max_seq_len if is_typed else max(config["max_seq_len"], seq_len)
@@ -656,33 +646,27 @@ def take_architecture(config, path):
 
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
-    ranges = [
-        (1, math.inf, "micro_batch eval_rows log_every"),
-        (0, math.inf, "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip"),
-        (0, 0.99999, "warmup beta1 beta2"),
-        (0, 1, "cooldown"),
-        (0.001, 0.9, "mask_rate mask_rate_end"),
-        (8, max_seq_len, "seq_len"),
-    ]
-    for least, most, names in ranges:
-        for name in names.split():
-            if not least <= globals()[name] <= most:
-                wanted = f"at least {least}" if most == math.inf else f"from {least} to {most}"
-                sys.exit(f"{name}={globals()[name]} must be {wanted}")
+    allowed = {
+        "micro_batch eval_rows log_every": (1, math.inf),
+        "seed budget_hours max_steps evals checkpoint_minutes": (0, math.inf),
+        "lr muon_lr grad_clip": (0, math.inf),
+        "warmup beta1 beta2": (0, 0.99999),
+        "cooldown": (0, 1),
+        "mask_rate mask_rate_end": (0.001, 0.9),
+        "seq_len": (8, max_seq_len),
+    }
+    check(globals(), allowed)
     lr_scale(0.0)  # exits if the schedule is unknown
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
     if compile and len(row_shapes()) > 7:
         sys.exit(f"row_shape() has {len(row_shapes())} values, torch compiles 7: --compile=False")
-    for n_tokens, n_predict in row_shapes():  # yours too
-        is_whole = type(n_tokens) is type(n_predict) is int
-        if not is_whole or not 0 < n_predict < n_tokens or seq_len % n_tokens:
-            wanted = f"an int that divides seq_len={seq_len}, and a smaller one"
-            sys.exit(f"row_shape() returns {n_tokens}, {n_predict}: it must return {wanted}")
-    for n_rows in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
-        if n_rows < micro_batch or n_rows % micro_batch:
-            wanted = f"multiples of micro_batch={micro_batch}"
-            sys.exit(f"batch_size, batch_start, batch_rows() must be {wanted}: {n_rows} is none")
+    for n, k in row_shapes():  # yours too
+        if not (type(n) is type(k) is int and 0 < k < n and seq_len % n == 0):
+            sys.exit(f"row_shape() returns {n}, {k}, no divisor of {seq_len=} and a smaller int")
+    for n in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
+        if n < micro_batch or n % micro_batch:
+            sys.exit(f"batch_size, batch_start must be multiples of {micro_batch=}: {n} is none")
     if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
     if offload:

@@ -72,6 +72,12 @@ def free_host_bytes():
     return free
 
 
+def now():
+    """Seconds by a clock that goes on while the machine sleeps, where the system has one."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)  # Linux
+    return time.monotonic() if boottime is None else time.clock_gettime(boottime)
+
+
 def timed(device, work, *args):
     """(seconds until the device had done work(*args), what that returned)."""
     synchronize = getattr(torch, device.type).synchronize

@@ -63,11 +63,11 @@ def first_line(error):
 
 
 def disk_error(error):
-    """The OSError behind an exception, or itself: torch and PIL may hide that a disk is full."""
+    """first_line() of the OSError behind it, if any: torch and PIL may hide that a disk is full."""
     reason = error
     while reason and not isinstance(reason, OSError):
         reason = reason.__context__
-    return reason or error
+    return first_line(reason or error)
 
 
 def is_oom(error):

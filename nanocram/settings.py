@@ -8,6 +8,7 @@ import ast
 import contextlib
 import difflib
 import functools
+import math
 import os
 import sys
 from pathlib import Path
@@ -75,6 +76,21 @@ def configure(namespace, argv=None, also=None):
             print(f"{name} = {value!r}  (default {defaults[name]!r})")
         (namespace if name in own else vars(also))[name] = value
     return own
+
+
+def check(namespace, allowed):
+    """Exit at the first setting that is not allowed. allowed: {names: (least, most) or choices}."""
+    for names, values in allowed.items():
+        for name in names.split():
+            value = namespace[name]
+            if isinstance(value, str):
+                holds, wanted = value in values, " or ".join(values)
+            else:
+                least, most = values
+                holds = least <= value <= most
+                wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
+            if not holds:
+                sys.exit(f"{name}={value} cannot work: type {wanted}")
 
 
 def find_settings(namespace):

@@ -510,7 +510,7 @@ def test_a_log_that_cannot_be_written_stops_no_checkpoint(train, setting, monkey
 
 
 def test_an_older_checkpoint_goes_on(train, setting):
-    """It had the mean of the loss in two fields that are gone."""
+    """It had the mean of the loss in two fields that are gone, and another name of rows_seen."""
     run = new_run()
     log = new_log(run)
     module.train_step(run, 0.5)
@@ -519,10 +519,12 @@ def test_an_older_checkpoint_goes_on(train, setting):
     ckpt = torch.load(path, weights_only=True)
     for name in ("sums", "tensors"):
         del ckpt["state"][name]
-    torch.save(ckpt | {"state": ckpt["state"] | {"loss_sum": 6.4, "loss_count": 1}}, path)
+    old = {"loss_sum": 6.4, "loss_count": 1, "row": ckpt["state"].pop("rows_seen")}
+    torch.save(ckpt | {"state": ckpt["state"] | old}, path)
     again = new_run()
     module.checkpoint.load(again, path)
     assert again.state.step == 1 and again.state.sums == {}
+    assert again.state.rows_seen == run.state.rows_seen > 0
     module.train_step(again, 0.6)
     assert again.state.step == 2
 
@@ -638,7 +640,7 @@ SLIPS = [
     ({"row_shape": lambda progress: (64, 0)}, "row_shape() returns 64, 0"),
     ({"row_shape": lambda progress: (64.0, 9)}, "row_shape() returns 64.0, 9"),
     ({"optimizer": "none"}, "optimizer=none is unknown"),
-    ({"mask_rate": 0.0}, "mask_rate=0.0 must be from 0.001 to 0.9"),
+    ({"mask_rate": 0.0}, "mask_rate=0.0 cannot work: type 0.001 to 0.9"),
     ({"n_head": 3}, "n_embd=32 must be an even multiple of n_head=3"),
     ({"data_dir": "nowhere"}, "run python prepare.py"),
     ({"init": "resume"}, "ckpt.pt not found"),

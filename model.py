@@ -185,7 +185,8 @@ class Attention(nn.Module):
     def forward(self, x, rope, attention_mask, positions, queries=None):
         """The tokens of x (B, T, C) at positions (B, K) attend to all of x; None: all T attend.
 
-        rope: cos and sin (T, 1, D), or None. queries (B, K, C): of NarrowBlock, in their place."""
+        rope: cos and sin (T, 1, D), or None. NarrowBlock has vectors of its own at these positions:
+        it passes them as queries (B, K, C)."""
         if queries is None:
             queries = gather_positions(x, positions)
         q = self.split_heads(self.Wq(queries))  # (B, K, H, D)
@@ -412,10 +413,13 @@ def check_mixing(config, T):
     said += "it mixes to 0 where attention_mask (B, T), if given, is 0"
     compare(beside_padding, model(ids[1:, :n])[0], said)
     if n_narrow > 1:
-        last, some = model.model.layers[-1], gather_positions(x, positions)
-        whole = Block.forward(last, x, None, None, positions)
-        said = "changes Block.forward() alone: with n_narrow, NarrowBlock.forward() needs it too"
-        compare(last(some, None, None, positions, x), whole, said)
+        encoder = model.model
+        rope = (encoder.rope_cos[:T, None], encoder.rope_sin[:T, None]) if encoder.rope else None
+        last, some = encoder.layers[-1], gather_positions(x, positions)
+        whole = Block.forward(last, x, rope, None, positions)
+        said = "is not in NarrowBlock.forward(), as it is in Block.forward(): put it there too, or "
+        said += "type --n_narrow=0"
+        compare(last(some, rope, None, positions, x), whole, said)
 
 
 def mixed_precision(device, dtype):

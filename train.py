@@ -172,14 +172,15 @@ class State:
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     sums: dict = field(default_factory=dict)  # {name: (steps, sum)} since the last line of log.csv
+    longest_row: int = 0  # tokens of the longest rows in a step so far
     tensors: dict = field(default_factory=dict)  # a fork's own, such as a mean of the weights
     began_from: dict = field(default_factory=dict)  # {"model": a folder, **its trained_on}
 
 
 class Clock:
     """The budget: compiling, training, evaluating, saving and a machine's sleep use it up; reading
-    data and building the model do not. A resumed run goes on from the seconds in its checkpoint:
-    the time between the two runs does not count, nor does what a crash has lost."""
+    data and building the model do not. A resumed run goes on from the seconds in its checkpoint.
+    Not counted: the time between the two runs, and what was trained after the last checkpoint."""
 
     def __init__(self, state):
         self.state = state
@@ -205,7 +206,7 @@ class Clock:
         return min(self.state.recent.get(kind, [0.0]))
 
     def left(self):
-        """Seconds left to train, before the last evaluation and save; a step may be under way."""
+        """Seconds left to train: without the last evaluation and save, and a step under way."""
         end = 1.2 * (self.forecast("eval") + self.forecast("save")) + self.forecast("step")
         return budget_hours * 3600 - end - self.elapsed()
 
@@ -356,6 +357,7 @@ def train_step(run, progress):
 
     state.step += 1
     state.rows_seen += n_rows
+    state.longest_row = max(state.longest_row, n_tokens)
     state.last = measured | rates | {"batch_size": n_rows, "mask_rate": n_predict / n_tokens}
 
 
@@ -394,7 +396,7 @@ def main():
     settings = {name: globals()[name] for name in SETTINGS}
     log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
 
-    # the budget begins now, the schedules begin behind compiling
+    # the budget begins now, the schedules begin after compiling
     run.clock = clock = Clock(state)
     held_out_sets = set_up(run, held_out_rows)
     if master_process:
@@ -405,21 +407,21 @@ def main():
         progress, stop = parallel.agree(clock.progress(), signals.stop)
         last_turn = stop or progress >= 1
         if last_turn and not stop and not state.step:
-            spent = f"the budget has no room for a step after {clock.elapsed():.0f} s of setting up"
-            sys.exit(f"{spent}: type a larger --budget_hours" if master_process else 1)
+            said = f"the budget has no room for a step after {clock.elapsed():.0f} s of setting up"
+            sys.exit(f"{said}: type a larger --budget_hours" if master_process else 1)
 
-        # evaluate, log and save; the other ranks go on to the next step's all_reduce, and wait
+        # rank 0 evaluates, logs and saves; the others wait for it in the next step's all_reduce
         if master_process:
             losses = {}
             eval_number = int(progress * max(1, evals))
-            is_due = eval_number > state.evals_done and not stop
-            if is_due and (last_turn or clock.has_room_for("eval")):
+            is_due = eval_number > state.evals_done and clock.has_room_for("eval")
+            if not stop and (is_due or last_turn):
                 state.evals_done = eval_number
                 with clock.timed("eval"), eval_weights(run):
                     losses = evaluate(run, held_out_sets)
                     if not last_turn:  # log.report() says it then
                         log.say_evaluation(losses, eval_number)
-            if losses or state.step % log_every == 0:
+            if losses or (state.step % log_every == 0 and not stop):
                 log.add_line(losses)
             if last_turn or should_save(run):
                 with clock.timed("save"):
@@ -436,10 +438,10 @@ def main():
             which = f"{MAX_SKIPPED} steps, up to step {state.step}"
             sys.exit(f"no finite gradient in {which}: lower the learning rate and --init=resume")
 
-    # say what has been learnt
+    # say what has been learnt; a run that was stopped has no losses
     if master_process:
         with eval_weights(run):
-            log.report(stop)
+            log.report(losses, is_saved)
         if not is_saved:
             sys.exit(1)
     parallel.leave()
@@ -524,9 +526,8 @@ def set_up(run, held_out_rows):
     state.setup_seconds += clock.elapsed() - state.elapsed
     # forecasts, until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
-    pass_seconds, eval_seconds = seconds or (0.0, 0.0)  # none if a signal came first
-    state.recent["step"] = [pass_seconds * passes]
-    state.recent["eval"] = [eval_seconds * sum(map(len, sets.values()))]
+    state.recent["step"] = [seconds[0] * passes]
+    state.recent["eval"] = [seconds[1] * sum(map(len, sets.values()))]
     # a resume with a larger budget lowers progress: its later evaluations happen a second time
     state.evals_done = min(state.evals_done, int(clock.progress() * max(1, evals)))
     return sets
@@ -564,24 +565,22 @@ def evaluate(run, held_out_sets):
 def trained_on(run):
     """What the weights have read, before the run too: an entry of config.json."""
     before, state = run.state.began_from, run.state
-    longest = max(row_shape(i / 1000 * run.clock.progress())[0] for i in range(1001))
     return {
         "sources": [*before.get("sources", []), run.meta["settings"]["source"]],
         "tokens": before.get("tokens", 0) + state.rows_seen * seq_len,
-        "seq_len": max(before.get("seq_len", 0), longest),
+        "seq_len": max(before.get("seq_len", 0), state.longest_row),
     }
 
 
 def should_save(run):
-    """Whether to save now: at the start, to warn early of a full disk; after the first step, with
-    the optimisers' states; then every checkpoint_minutes. Not after a skipped step, for the last
-    update may have broken the weights."""
+    """Whether to save now: at the start and after the first step, to warn early of a full disk; then
+    every checkpoint_minutes. Not after a skipped step: the last update may have broken weights."""
     state, minutes = run.state, (now() - run.saved_at) / 60
-    is_due = state.step - state.skipped <= 1 or 0 < checkpoint_minutes <= minutes
-    is_new = state.step > run.saved_step
+    n_updates = state.step - state.skipped
+    is_due = n_updates <= 1 or 0 < checkpoint_minutes <= minutes
     # the first save may have been a stall: take a second one in any case
     has_room = len(state.recent.get("save", [])) == 1 or run.clock.has_room_for("save")
-    return is_due and is_new and not state.consecutive_skips and has_room
+    return is_due and state.step > run.saved_step and not state.consecutive_skips and has_room
 
 
 def save(run, log):
@@ -663,16 +662,18 @@ def check_settings(dev):
         sys.exit(f"row_shape() has {len(row_shapes())} values, torch compiles 7: --compile=False")
     for n, k in row_shapes():  # yours too
         if not (type(n) is type(k) is int and 0 < k < n and seq_len % n == 0):
-            sys.exit(f"row_shape() returns {n}, {k}, no divisor of {seq_len=} and a smaller int")
+            wanted = f"an int that divides seq_len={seq_len}, and a smaller one"
+            sys.exit(f"row_shape() returns {n}, {k}: it must return {wanted}")
     for n in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
         if n < micro_batch or n % micro_batch:
-            sys.exit(f"batch_size, batch_start must be multiples of {micro_batch=}: {n} is none")
+            wanted = f"multiples of micro_batch={micro_batch}"
+            sys.exit(f"batch_size, batch_start, batch_rows() must be {wanted}: {n} is none")
     if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
-    if offload:
-        check_offload(dev, optimizer)
     with torch.device("meta"):
-        build_optimizers(MaskedLM(model_config()), torch.float32)  # exits if it cannot be
+        optimizers = build_optimizers(MaskedLM(model_config()), torch.float32)  # or exits
+    if offload:
+        check_offload(dev, optimizers)
     check_mixing(model_config(), seq_len)
 
 

@@ -23,13 +23,6 @@ def compile_errors():
         sys.exit(f"torch.compile fails here ({why}): mend that, or type --compile=False")
 
 
-def next_smaller(micro_batch):
-    """Its next smaller divisor; exits if there is none."""
-    if micro_batch == 1:
-        sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
-    return next(n for n in range(micro_batch - 1, 0, -1) if micro_batch % n == 0)
-
-
 @contextlib.contextmanager
 def stand_ins(run):
     """Around passes: memory that later steps take, for optimisers' states and the sum over the
@@ -45,17 +38,21 @@ def stand_ins(run):
 
 def find_micro_batch(run, take_passes, signals):
     """Make a train.Run's micro_batch smaller until take_passes(), which changes no weight, fits in
-    memory on every rank. Returns what take_passes() does; exits if a single row is too much."""
-    result = None
+    memory on every rank. Returns its seconds, of a pass of training and of one of evaluation; exits
+    if a single row is too much."""
+    seconds = 0.0, 0.0  # where a signal comes first
     while True:
-        # an earlier start may have run out of memory too
+        # after an out-of-memory error, of an earlier start too, take the next smaller divisor
         while 0 < run.state.oom_micro_batch <= run.micro_batch:
-            run.micro_batch = next_smaller(run.micro_batch)
+            smaller = [n for n in range(1, run.micro_batch) if run.micro_batch % n == 0]
+            if not smaller:
+                sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
+            run.micro_batch = smaller[-1]
             print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
         oom = False
         try:
             with compile_errors(), stand_ins(run):
-                result = take_passes()
+                seconds = take_passes()
         except Exception as e:
             oom = safety.is_oom(e)
             if not oom:
@@ -72,6 +69,6 @@ def find_micro_batch(run, take_passes, signals):
         # all ranks take the size that fits on each; there is no progress to agree on yet
         _, oom, stop = parallel.agree(0.0, oom, signals.stop)
         if stop or not oom:
-            return result
+            return seconds
         run.state.oom_micro_batch = run.micro_batch
         torch.compiler.reset()  # drop the graphs of the larger size

@@ -182,9 +182,9 @@ class Log:
 
     def add_line(self, losses):
         """Add a line to log.csv: means of what was measured since the last one, what else the last
-        step had, and perhaps held-out losses. Not twice for a step that a resume begins with."""
-        state = self.run.state
-        if not losses and self.lines and self.lines[-1]["step"] == state.step:
+        step had, and perhaps held-out losses. None where a resume finds it there."""
+        state, last = self.run.state, self.lines[-1] if self.lines else {}
+        if last.get("step") == state.step and (not losses or "val_loss_15" in last):
             return
         tokens = state.rows_seen * self.run.rows.seq_len
         line = {
@@ -252,13 +252,15 @@ class Log:
         top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
         say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
 
-    def report(self, is_stopped):
-        """Say what the run was and what the model has learnt; of a stopped one, how to go on."""
+    def report(self, losses, is_saved):
+        """Say what the run was and what the model has learnt; without losses, how to go on."""
         state, clock = self.run.state, self.run.clock
         if self.bar:
             self.bar.close()
-        if is_stopped:
-            return say(f"stopped at step {state.step:,}: --init=resume goes on")
+        if not losses:
+            if is_saved:
+                say(f"stopped at step {state.step:,}: --init=resume goes on")
+            return
         with contextlib.suppress(RuntimeError):  # a GPU may be full
             rate = machine.matmul_rate(self.run.device, self.run.amp_dtype)
             self.matmul_rate = max(self.matmul_rate, rate * parallel.WORLD_SIZE)
@@ -269,15 +271,15 @@ class Log:
             f"tokens, {n_rows / len(rows):.2f} epochs; {speed:,.0f} tokens/s, MFU {mfu:.0%}; "
             f"{clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
         )
-        for line in [line for line in self.lines if "val_loss_15" in line][-1:]:
-            say(
-                f"held-out loss {line['val_loss_15']:.4f} at 15 % masked, "
-                f"{line['val_loss_25']:.4f} at 25 %; "
-                f"{line['val_nats_per_char']:.4f} nats per character"
-            )
+        say(
+            f"held-out loss {losses['val_loss_15']:.4f} at 15 % masked, "
+            f"{losses['val_loss_25']:.4f} at 25 %; "
+            f"{losses['val_nats_per_char']:.4f} nats per character"
+        )
         for sentence in self.sentences:
             self.guess(sentence)
-        say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
+        if is_saved:
+            say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
 
 
 def plot(folder):

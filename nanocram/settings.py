@@ -58,7 +58,8 @@ def configure(namespace, argv=None, also=None):
         sys.exit()
 
     values = dict(defaults)
-    typed.clear()
+    if argv:  # not where a script is imported
+        typed.clear()
     for arg in argv:
         if arg.startswith("-"):
             name, equals, text = arg.lstrip("-").partition("=")

@@ -445,7 +445,7 @@ def test_the_share_of_the_machines_speed_is_that_of_its_best_moment(train, setti
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: next(speeds))
     shares = []
     report = runlog.Log.report
-    monkeypatch.setattr(runlog.Log, "report", lambda log, x: report(log, x) or shares.append(log))
+    monkeypatch.setattr(runlog.Log, "report", lambda log, *x: report(log, *x) or shares.append(log))
     setting(max_steps=1, samples="")
     module.main()
     assert shares[0].throughput()[1] < 1

@@ -573,8 +573,8 @@ def trained_on(run):
 
 
 def should_save(run):
-    """Whether to save now: at the start and after the first step, to warn early of a full disk; then
-    every checkpoint_minutes. Not after a skipped step: the last update may have broken weights."""
+    """Whether to save now: at the start and after the first step, to see early that a disk is full;
+    then every checkpoint_minutes. Not after a skipped step: an update may have broken weights."""
     state, minutes = run.state, (now() - run.saved_at) / 60
     n_updates = state.step - state.skipped
     is_due = n_updates <= 1 or 0 < checkpoint_minutes <= minutes
@@ -647,8 +647,7 @@ def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     allowed = {
         "micro_batch eval_rows log_every": (1, math.inf),
-        "seed budget_hours max_steps evals checkpoint_minutes": (0, math.inf),
-        "lr muon_lr grad_clip": (0, math.inf),
+        "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip": (0, math.inf),
         "warmup beta1 beta2": (0, 0.99999),
         "cooldown": (0, 1),
         "mask_rate mask_rate_end": (0.001, 0.9),

@@ -66,7 +66,7 @@ def load(run, path):
                 group.update(settings)  # learning rates are those of this command
         if run.scaler.is_enabled() and ckpt["scaler"]:
             run.scaler.load_state_dict(ckpt["scaler"])
-        state = {"rows_seen": ckpt["state"].get("row"), **ckpt["state"]}  # row: before 2026-11-27
+        state = {"rows_seen": ckpt["state"].get("row"), **ckpt["state"]}  # older ones say row
         for field in fields(run.state):
             if field.name in state:  # a field that is newer keeps its default
                 setattr(run.state, field.name, state[field.name])

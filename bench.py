@@ -5,7 +5,7 @@
     python bench.py config/crammed.py --micro_batch=16 --compare=True  # beside transformers' model
     python bench.py config/offload.py --n_layer=8                      # streamed from host memory
 
-Every setting of train.py is one here too. Where data_dir is not prepared, rows are random tokens.
+Every setting of train.py is one here too. Rows are random tokens, so that no data must be prepared.
 A figure is a median, with the range of the middle 80 % behind it.
 """
 
@@ -31,9 +31,9 @@ from model import MaskedLM, make_loss, mixed_precision
 SETTINGS = configure(globals(), also=train)
 
 from nanocram import machine, safety
-from nanocram.data import IGNORE, Rows, load_meta
+from nanocram.data import IGNORE, Rows
 from nanocram.model_folder import NATIVE, modernbert_config
-from nanocram.tokenizer import SPECIAL, Tokenizer
+from nanocram.tokenizer import SPECIAL
 
 DISCARDED = 3  # of the measured steps, the first: clocks and caches have yet to find their level
 ROUNDS = 5  # of a comparison: models take turns, so that other work on the machine hits both
@@ -49,28 +49,20 @@ class RandomRows(Rows):
     commonest of 4,096 are 20.4 % in 190 MB of text, here 19.8 %."""
 
     def __init__(self, seq_len, dev):
-        self.seq_len, self.dev, self.count = seq_len, dev, 1
-        self.fetched = {}
+        self.seq_len, self.dev, self.count, self.fetched = seq_len, dev, 4096, {}
+        ranks = 1 + torch.arange(train.vocab_size - len(SPECIAL))
+        drawn = torch.multinomial(1 / (ranks + 2.7), self.count * seq_len, replacement=True)
+        self.tokens = len(SPECIAL) + drawn.view(self.count, seq_len)
 
     def read(self, start, n):
-        ranks = 1 + torch.arange(train.vocab_size - len(SPECIAL))
-        drawn = torch.multinomial(1 / (ranks + 2.7), n * self.seq_len, replacement=True)
-        return len(SPECIAL) + drawn.view(n, self.seq_len)
+        return self.tokens[torch.arange(start, start + n) % self.count]
 
 
 def new_run():
-    """A train.Run on rows of data_dir, or on random ones."""
+    """A train.Run on random rows."""
     dev, amp_dtype = machine.pick(train.device, train.dtype)
     train.check_settings(dev)
-    folder = Path(train.data_dir)
-    if (folder / "meta.json").exists():
-        load_meta(folder, vocab_size=train.vocab_size, seq_len=train.seq_len)
-        rows = Rows(folder / "train.bin", train.seq_len, dev)
-        tokenizer = Tokenizer(folder / "tokenizer.json")
-    else:
-        print(f"data         {folder} is not prepared: rows of random tokens")
-        rows, tokenizer = RandomRows(train.seq_len, dev), None
-    return train.Run(rows, {}, tokenizer, dev, amp_dtype)
+    return train.Run(RandomRows(train.seq_len, dev), {}, None, dev, amp_dtype)
 
 
 def median_and_range(values, form=",.0f"):
@@ -107,7 +99,7 @@ def measure_speed(run):
     limit = max(limit, machine.matmul_rate(dev, run.amp_dtype))
 
     flops = statistics.median(speeds) * run.model.flops_per_token(*train.row_shape(MIDDLE))
-    print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} rows")
+    print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} random rows")
     # the fewer rows a step has, the larger is the share of the update, which counts as no FLOPs
     print(
         f"MFU          {flops / limit:.1%} of {limit / 1e12:.3g} TFLOP/s, a large product's here; "

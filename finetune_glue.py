@@ -46,7 +46,6 @@ SETTINGS = configure(globals())  # before the heavy imports, so that --help is q
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.optim import AdamW
 from tqdm import tqdm
 
@@ -56,12 +55,10 @@ from nanocram.data import Ragged, batches_by_length, round_up
 from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values, and those of BERT for --baseline=hf:…; a table names what a run did otherwise.
-# fmt: off
-PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_schedule": "cosine", "glue_beta2": 0.98,
-         "glue_eps": 1e-6, "glue_weight_decay": 0.0, "glue_seq_len": 128}
+PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_schedule": "cosine", "glue_beta2": 0.98}
+PAPER |= {"glue_eps": 1e-6, "glue_weight_decay": 0.0, "glue_seq_len": 128}
 PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "glue_pooling": "cls"}
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
-# fmt: on
 
 
 def fingerprint(module):
@@ -80,16 +77,13 @@ class Ours:
 
     def __init__(self, folder, scratch):
         self.batch, self.lr, self.paper = glue_batch, glue_lr, PAPER_OURS
-        folder = Path(folder)
         try:
             self.pretrained = model_folder.load(folder)
         except ValueError as e:
             sys.exit(str(e))
-        self.tokenizer = Tokenizer(folder / "tokenizer.json")
-        self.config = replace(self.pretrained.config, dropout=glue_dropout)
-        self.max_seq_len = self.config.max_seq_len
-        self.scratch = scratch
-        self.name = folder.resolve().name + (" without pre-training" if scratch else "")
+        self.tokenizer = Tokenizer(Path(folder, "tokenizer.json"))
+        self.max_seq_len = self.pretrained.config.max_seq_len
+        self.name = Path(folder).resolve().name + (" without pre-training" if scratch else "")
         self.weights = "" if scratch else fingerprint(self.pretrained)
 
     def encode(self, texts):
@@ -103,8 +97,8 @@ class Ours:
 
     def build(self, n_outputs):
         """A module: (ids, attention_mask, token_type_ids) -> outputs (B, n_outputs)."""
-        masked_lm = MaskedLM(self.config)
-        if not self.scratch:
+        masked_lm = MaskedLM(replace(self.pretrained.config, dropout=glue_dropout))
+        if self.weights:
             masked_lm.load_state_dict(self.pretrained.state_dict())
         return Classifier(masked_lm, n_outputs, glue_dropout, glue_pooling)
 
@@ -132,9 +126,8 @@ class HuggingFace:
 
         # only the classifier may be new, and perhaps a pooler before it
         new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-        prefix = net.base_model_prefix + "."
-        wrong = [key for key in new if key.startswith(prefix) and "pooler" not in key]
-        if wrong:
+        inside = [key for key in new if key.startswith(f"{net.base_model_prefix}.")]
+        if wrong := [key for key in inside if "pooler" not in key]:
             sys.exit(f"{name} is incomplete: {min(wrong)} is missing or of another shape")
         if self.pad is None or len(self.tokenizer) > net.config.vocab_size:
             sys.exit(f"{name} has no padding token, or too many others for its model")
@@ -162,17 +155,16 @@ class HuggingFace:
         return Logits(self.load(n_outputs, local_files_only=True)[0])
 
 
-class Logits(nn.Module):
+class Logits(torch.nn.Module):
     """A classifier of transformers with the signature of ours."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, ids, attention_mask, token_type_ids):
-        mask = None if attention_mask is None else attention_mask.long()
-        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        return self.model(input_ids=ids, attention_mask=mask, **types).logits
+    def forward(self, *inputs):
+        named = zip(("input_ids", "attention_mask", "token_type_ids"), inputs, strict=True)
+        return self.model(**{name: x.long() for name, x in named if x is not None}).logits
 
 
 def tokenised(candidate, task, split):
@@ -192,16 +184,13 @@ def lr_scale(step, steps):
     if step < warm:
         return step / warm
     progress = (step - warm) / (steps - warm)
-    if glue_schedule == "linear":
-        return 1 - progress
-    return 0.5 + 0.5 * math.cos(math.pi * progress)
+    half_wave = 0.5 + 0.5 * math.cos(math.pi * progress)
+    return half_wave if glue_schedule == "cosine" else 1 - progress
 
 
 def fine_tune(candidate, net, data, seed, amp_dtype, bar=None):
-    """Fine-tune net on data, a Ragged; a tqdm bar counts its rows.
-
-    Returns the mean of the last epoch's losses, cross-entropy in nats or squared errors. If that is
-    near a constant answer's, ln(classes) or the labels' variance, little was learnt."""
+    """Fine-tune net on data, a Ragged; a tqdm bar counts its rows. Returns the mean of the last
+    epoch's losses, cross-entropy in nats or squared errors."""
     dev = data.dev
     matrices = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]
@@ -250,33 +239,28 @@ def predict(net, data, amp_dtype):
     return torch.cat(outputs).cpu().numpy()[np.argsort(order)]  # in the order of the file
 
 
-def fine_tune_and_score(candidate, name, seed, splits, dev, amp_dtype, bar=None):
+def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
     """{"train_loss", "scores", "seconds"} of one task with one seed; no scores if it diverged."""
     start = time.perf_counter()
-    task = glue.TASKS[name]
-    data = {s: Ragged(a, candidate.two_types, dev) for s, a in splits.items()}
+    data = {s: Ragged(arrays, candidate.two_types, dev) for s, arrays in splits.items()}
     torch.manual_seed(seed)
-    net = candidate.build(len(task.labels) or 1).to(dev)  # a regression has one output
-    train_loss = fine_tune(candidate, net, data.pop("train"), seed, amp_dtype, bar)
+    net = candidate.build(len(glue.TASKS[task].labels) or 1).to(dev)  # a regression has one output
+    loss = fine_tune(candidate, net, data.pop("train"), seed, amp_dtype, bar)
+    outputs = {split: predict(net, rows, amp_dtype) for split, rows in data.items()}
     scores = {}
-    for split, rows in data.items():
-        outputs = predict(net, rows, amp_dtype)
-        if not np.isfinite(outputs).all():
-            scores = {}
-            break
-        # MNLI has two dev sets: the scores of the second have names of their own
-        end = "_mm" if split.endswith("mismatched") else ""
-        found = glue.score(name, splits[split]["labels"], outputs)
-        scores.update({metric + end: value for metric, value in found.items()})
-    return {
-        "train_loss": round(train_loss, 4) if scores else None,  # JSON has no NaN
-        "scores": scores,
-        "seconds": round(time.perf_counter() - start, 1),
-    }
+    if all(np.isfinite(values).all() for values in outputs.values()):
+        for split, values in outputs.items():
+            # MNLI has two dev sets: the scores of the second have names of their own
+            end = "_mm" if split.endswith("mismatched") else ""
+            found = glue.score(task, splits[split]["labels"], values)
+            scores |= {metric + end: value for metric, value in found.items()}
+    train_loss = round(loss, 4) if scores else None  # JSON has no NaN
+    seconds = round(time.perf_counter() - start, 1)
+    return {"train_loss": train_loss, "scores": scores, "seconds": seconds}
 
 
-def check_settings():
-    """The names of the tasks; exits with one line for settings that cannot work."""
+def main():
+    # refuse settings that cannot work
     allowed = {
         "glue_schedule": ("cosine", "linear"),
         "glue_pooling": ("cls", "mean"),
@@ -286,75 +270,58 @@ def check_settings():
         "glue_warmup glue_dropout": (0, 0.99999),
     }
     check(globals(), allowed)
-    if baseline not in ("", "scratch") and not baseline.startswith("hf:"):
+    is_hf = baseline.startswith("hf:")
+    if not is_hf and baseline not in ("", "scratch"):
         sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
-    if not Path(model).is_dir():
+    folder = Path(model)
+    if not folder.is_dir():
         sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",")))
-    for name in names:
-        if name not in glue.TASKS:
-            sys.exit(f"there is no task {name!r}: choose from {', '.join(glue.TASKS)}")
-    return names
-
-
-def main():
-    names = check_settings()
-    folder = Path(model)
+    if unknown := set(names) - glue.TASKS.keys():
+        sys.exit(f"there is no task {min(unknown)!r}: choose from {', '.join(glue.TASKS)}")
     dev, amp_dtype = machine.pick(device, dtype)
 
     # what is fine-tuned: the model, or what it is compared with
-    if baseline.startswith("hf:"):
-        candidate = HuggingFace(baseline.removeprefix("hf:"))
-    else:
-        candidate = Ours(model, baseline == "scratch")
+    candidate = HuggingFace(baseline[3:]) if is_hf else Ours(folder, baseline == "scratch")
     longest = candidate.max_seq_len // 8 * 8  # batches are padded to a multiple of 8
     if 0 < longest < glue_seq_len:
         sys.exit(f"{candidate.name} takes shorter inputs: type --glue_seq_len={longest}")
     settings = {key: globals()[key] for key in candidate.paper}
     changed = [f"{key}={value}" for key, value in settings.items() if value != candidate.paper[key]]
     precision = str(amp_dtype).removeprefix("torch.")
-    name = f"{candidate.name} {candidate.weights[:6]}".strip()
-    what = {
-        "name": ", ".join([name, precision, *changed]),
-        "settings": settings | {"dtype": precision},
-        "weights": candidate.weights,
-        **machine.describe(dev),
-    }
-    print(f"{what['name']} on {what['device']}: batch {candidate.batch}, AdamW {candidate.lr:g}")
+    name = ", ".join([f"{candidate.name} {candidate.weights[:6]}".strip(), precision, *changed])
+    what = {"name": name, "settings": settings | {"dtype": precision}, "weights": candidate.weights}
+    what |= machine.describe(dev)
+    print(f"{name} on {what['device']}: batch {candidate.batch}, AdamW {candidate.lr:g}")
 
     # read all data before the first fine-tuning, and see what has been done already
-    data = {}
-    for name in tqdm(names, desc="reading", leave=False, disable=None):
-        splits = glue.TASKS[name].rows
-        data[name] = {split: tokenised(candidate, name, split) for split in splits}
-    done = glue.read_runs(folder)
+    data, runs = {}, []
+    for task in tqdm(names, desc="reading", leave=False, disable=None):
+        splits = glue.TASKS[task].rows
+        data[task] = {split: tokenised(candidate, task, split) for split in splits}
+        rows = {split: len(arrays["length"]) for split, arrays in data[task].items()}
+        for seed in range(first_seed, first_seed + seeds):
+            runs.append({**what, "task": task, "seed": seed, "rows": rows})
     try:
-        glue.add_runs(folder)  # before hours of work
+        done = glue.add_runs(folder)  # none, to see that it can be written before hours of work
     except OSError as e:
         sys.exit(f"{folder} cannot be written ({e.strerror}): make a copy, type --model=COPY")
-    todo = []
-    for name, splits in data.items():
-        rows = {split: len(arrays["length"]) for split, arrays in splits.items()}
-        for seed in range(first_seed, first_seed + seeds):
-            run = {**what, "task": name, "seed": seed, "rows": rows}
-            if glue.key(run) not in done:
-                todo.append(run)
-    if len(todo) < len(names) * seeds:
-        n_done = len(names) * seeds - len(todo)
-        print(f"{n_done} of {len(names) * seeds} fine-tunings are in {folder}/glue.jsonl already")
+    todo = [run for run in runs if glue.key(run) not in done]
+    if n_done := len(runs) - len(todo):
+        print(f"{n_done} of {len(runs)} fine-tunings are in {folder}/glue.jsonl already")
 
     # each task with each seed
     total = epochs * sum(run["rows"]["train"] for run in todo)
     with tqdm(total=total, unit=" rows", unit_scale=True, disable=None) as bar:
         for run in todo:
-            name, seed = run["task"], run["seed"]
-            bar.set_description(f"{name}, seed {seed}")
-            run |= fine_tune_and_score(candidate, name, seed, data[name], dev, amp_dtype, bar)
+            task, seed = run["task"], run["seed"]
+            bar.set_description(f"{task}, seed {seed}")
+            run |= fine_tune_and_score(candidate, task, seed, data[task], dev, amp_dtype, bar)
             glue.add_runs(folder, run)
             said = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
             if said:
                 said += f"  (training loss {run['train_loss']:.2f} in the last epoch)"
-            bar.write(f"{name}, seed {seed}: {said or 'diverged'}; {run['seconds']:.0f} s")
+            bar.write(f"{task}, seed {seed}: {said or 'diverged'}; {run['seconds']:.0f} s")
 
     # the table of all runs so far, others' too; the last process to end has them all
     with glue.lock(folder):
@@ -364,6 +331,5 @@ def main():
 
 
 if __name__ == "__main__":
-    size = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
-    half = f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)"
+    half = "type half the --glue_batch (--hf_batch of hf:…), no longer the paper's protocol"
     safety.run(main, model, "rerun the command to continue", half)

@@ -27,10 +27,7 @@ ACTIVATIONS = {
     "relu2": lambda x: F.relu(x).square(),  # arXiv 2109.08668
     "gelu": F.gelu,  # BERT's
 }
-CHOICES = {
-    "activation": tuple(ACTIVATIONS),
-    "position_embedding": ("rope", "sinusoidal", "sinusoidal_fixed", "learned"),
-}
+POSITION_EMBEDDINGS = ("rope", "sinusoidal", "sinusoidal_fixed", "learned")
 
 
 @dataclass
@@ -67,24 +64,15 @@ class ModelConfig:
         return self.linear_bias or self.norm_bias
 
     def __post_init__(self):
-        """Raise ValueError, naming the field and a value that works, for what cannot be built."""
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"{name}={value} is unknown: choose one of {', '.join(choices)}")
-        for name in ("vocab_size", "max_seq_len", "n_layer", "n_head", "n_embd", "n_inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        step = 2 * self.n_head  # rotary positions turn pairs of a head's channels
-        if self.n_embd % step:
-            near = max(1, round(self.n_embd / step)) * step
-            wanted = f"an even multiple of n_head={self.n_head}"
-            raise ValueError(f"n_embd={self.n_embd} must be {wanted}: try {near}")
+        """Raise ValueError for what would be built, and wrong."""
+        if self.position_embedding not in POSITION_EMBEDDINGS:
+            wanted = " or ".join(POSITION_EMBEDDINGS)
+            raise ValueError(f"position_embedding={self.position_embedding}: type {wanted}")
+        if self.n_embd % (2 * self.n_head):  # rotary positions turn pairs of a head's channels
+            wanted = f"a multiple of {2 * self.n_head}, twice n_head"
+            raise ValueError(f"n_embd={self.n_embd} cannot work: type {wanted}")
         if not 0 <= self.n_narrow < self.n_layer:
-            wanted = f"between 0 and {self.n_layer - 1}: below n_layer={self.n_layer}"
-            raise ValueError(f"n_narrow={self.n_narrow} must lie {wanted}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
+            raise ValueError(f"n_narrow={self.n_narrow} cannot work: type 0 to {self.n_layer - 1}")
 
 
 def layer_norm(config):
@@ -182,13 +170,9 @@ class Attention(nn.Module):
         """(B, T, C) -> (B, T, H, D)."""
         return x.unflatten(-1, (self.n_head, -1))
 
-    def forward(self, x, rope, attention_mask, positions, queries=None):
-        """The tokens of x (B, T, C) at positions (B, K) attend to all of x; None: all T attend.
-
-        rope: cos and sin (T, 1, D), or None. NarrowBlock has vectors of its own at these positions:
-        it passes them as queries (B, K, C)."""
-        if queries is None:
-            queries = gather_positions(x, positions)
+    def forward(self, queries, x, rope, attention_mask, positions):
+        """queries (B, K, C), the tokens at positions (B, K), attend to all of x (B, T, C); with
+        positions=None they are all T. rope: cos and sin (T, 1, D), or None."""
         q = self.split_heads(self.Wq(queries))  # (B, K, H, D)
         k = self.split_heads(self.Wk(x))  # (B, T, H, D)
         v = self.split_heads(self.Wv(x))
@@ -248,7 +232,8 @@ class Block(nn.Module):
         None where there is none. Returns the vectors at positions (B, K), or all of them."""
         # what mixes tokens belongs here, where x has all of them
         normed = x if self.post_norm else self.attn_norm(x)
-        attended = self.attn(normed, rope, attention_mask, positions)
+        queries = gather_positions(normed, positions)
+        attended = self.attn(queries, normed, rope, attention_mask, positions)
         # from here on the last layer has only the tokens to predict (B, K, C), in random order
         return self.add_mlp(gather_positions(x, positions) + self.drop(attended))
 
@@ -266,7 +251,7 @@ class NarrowBlock(Block):
 
     def forward(self, x, rope, attention_mask, positions, full):
         norm = nn.Identity() if self.post_norm else self.attn_norm
-        attended = self.attn(norm(full), rope, attention_mask, positions, queries=norm(x))
+        attended = self.attn(norm(x), norm(full), rope, attention_mask, positions)
         return self.add_mlp(x + self.drop(attended))
 
 
@@ -361,10 +346,9 @@ class MaskedLM(nn.Module):
         return self.decoder(self.head(hidden))
 
     def flops_per_token(self, seq_len, n_predicted):
-        """FLOPs per token of forward and backward, on rows of seq_len tokens.
-
-        6 W + 12 L T C with W weights of matrices (arXiv 2001.08361, section 2.1, but attention is
-        not causal). What only the n_predicted tokens go through counts by their share."""
+        """FLOPs per token of forward and backward, on rows of seq_len tokens: 6 W + 12 L T C with
+        W weights of matrices (arXiv 2001.08361, section 2.1, but attention is not causal). What
+        only the n_predicted tokens go through counts by their share."""
         share = n_predicted / seq_len
         narrow_layers = self.model.layers[self.model.n_full :]
         for_predicted = [self.head, self.decoder]
@@ -454,24 +438,20 @@ def make_loss(model, device, amp_dtype):
 
 
 class Classifier(nn.Module):
-    """Logits from one vector of a row: head, dropout, linear.
-
-    pooling: cls reads the hidden state of [CLS]; mean, the mean over all tokens but the padding.
-    The head is the masked language model's, or a fresh one if that has none."""
+    """Logits from one vector of a row: head, dropout, linear. pooling: cls reads the hidden state
+    of [CLS]; mean, the mean over all tokens but the padding. The head is the masked language
+    model's, or a fresh one if that has none."""
 
     def __init__(self, masked_lm, n_labels, dropout=0.1, pooling="cls"):
         super().__init__()
-        if pooling not in ("cls", "mean"):
-            raise ValueError(f"pooling={pooling} is unknown: choose cls or mean")
-        self.config = replace(masked_lm.config, head_transform=True)
+        assert pooling in ("cls", "mean"), pooling
+        config = masked_lm.config
+        init = init_weights(config.n_embd)
         self.pooling = pooling
         self.model = masked_lm.model
-        init = init_weights(self.config.n_embd)
-        self.head = masked_lm.head
-        if not masked_lm.config.head_transform:
-            self.head = make_head(self.config).apply(init)
+        self.head = masked_lm.head if config.head_transform else make_head(config).apply(init)
         self.drop = nn.Dropout(dropout)
-        self.classifier = nn.Linear(self.config.n_embd, n_labels).apply(init)
+        self.classifier = nn.Linear(config.n_embd, n_labels).apply(init)
 
     def forward(self, ids, attention_mask=None, token_type_ids=None):
         """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS].

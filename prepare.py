@@ -8,7 +8,6 @@ One process reads all files, local ones first; others turn batches of their text
 are merged at the end. Rerun the command to continue after a kill; the output is identical.
 """
 
-import collections
 import contextlib
 import functools
 import glob
@@ -24,15 +23,14 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from nanocram import safety, sources
-from nanocram.settings import check, configure, prepare_streams
+from nanocram.settings import check, configure
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
 from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
 
@@ -64,6 +62,7 @@ SETTINGS = configure(globals())
 BATCH = 1 << 23  # characters
 PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
 MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
+load_tokenizer = functools.cache(Tokenizer)  # once in a process
 
 
 # What to read
@@ -77,20 +76,19 @@ def find_files():
         if name == "data/sample.txt.gz" and not os.path.isfile(name):  # from another folder
             name = os.path.join(os.path.dirname(__file__), name)
         matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
-        paths = sorted(p for p in set(matches) if os.path.isfile(p) or not os.path.exists(p))
+        paths = {path for path in matches if not os.path.isdir(path)}
         is_pattern = not name or glob.escape(name) != name
         if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
             sys.exit(f"no file matches {name!r}: give globs in quotes, --source='a/*.txt,b.jsonl'")
-        for path in paths:
+        for path in sorted(paths):
             if not file_kind(path):
                 kinds = ".txt, .log, .jsonl, .json, .csv, .tsv, each also .gz or .zst, or .parquet"
                 sys.exit(f"{path} is of no kind that is read: make it one of {kinds}")
             if not os.access(path, os.R_OK):
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
-        new = [path for path in paths if path not in seen]  # globs may overlap
-        seen.update(new)
-        if new or not paths:
-            found[name] = [[path, os.path.getsize(path)] for path in new]
+        if paths - seen or not paths:  # globs may overlap
+            found[name] = [[path, os.path.getsize(path)] for path in sorted(paths - seen)]
+        seen |= paths
     return found
 
 
@@ -103,19 +101,16 @@ def read_file(path, skipped):
             with open_bytes(path) as file:
                 texts = enumerate(read_texts(file, path, text_column, documents == "lines"), 1)
                 for number, text in itertools.islice(texts, skipped, None):
-                    bare = text.strip()
-                    if bare and normalisation == "none":
-                        bare = text.strip("\r\n")
-                    yield number, bare, file.tell()
+                    around = "\r\n" if normalisation == "none" and not text.isspace() else None
+                    yield number, text.strip(around), file.tell()
                     skipped, tries = number, 0
             return
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
-            why, what_helps = explain(e)
+            why, hint = explain(e)
             why = f"{path} could not be read to its end ({why})"
             # the Hub may answer in a while; what it refuses and a reader's ValueError stay
-            stays = what_helps or isinstance(e, ValueError) or not path.startswith(HUB)
-            if stays or tries == TRIES:
-                sys.exit(f"{why}: {what_helps or 'rerun the command once it is mended'}")
+            if hint or isinstance(e, ValueError) or not path.startswith(HUB) or tries == TRIES:
+                sys.exit(f"{why}: {hint or 'rerun the command once it is mended'}")
             if not tries:
                 tqdm.write(f"{why}: it is tried again each minute, {TRIES} times")
             tries += 1
@@ -125,7 +120,6 @@ def read_file(path, skipped):
 def read_batches(files, place, least=None):
     """Yield (texts, {place where to go on, bytes read so far, whether they are of the Hub}) of
     batches of least characters from a place on: [number of a file, number of a document in it].
-
     A batch may span files, but not local ones and the Hub's, of which max_tokens are read."""
     first, skipped = place
     before = sum(n_bytes for _, n_bytes in files[:first])
@@ -165,17 +159,15 @@ def filter_threshold():
     counts ALBERT's (section 4.4). Ours are fitted to drop as many: see docs/how_it_works.md."""
     if filter_ratio >= 0 or vocab_size < 4096 or normalisation == "none":
         return max(0.0, filter_ratio)
+    least, slope = (0.237, 0.011) if normalisation == "ascii" else (0.246, 0.014)
     halvings = max(0.0, 15 - math.log2(vocab_size))
-    most, slope = {"ascii": (0.237, 0.011), "plain": (0.246, 0.014)}[normalisation]
-    return round(most + slope * halvings + 0.0041 * halvings**2, 3)
+    return round(least + slope * halvings + 0.0041 * halvings**2, 3)
 
 
 def make_vocabulary(files, folder):
     """Train it on the first texts of each source, or copy it; exit where it does not suit them.
-
     Returns the share of the documents to hold out."""
-    how = f"is that of {tokenizer}" if tokenizer else f"is made of {vocab_sample_mb} MB at most"
-    print(f"the vocabulary, {vocab_size} entries, {how}")
+    print(f"vocabulary  {vocab_size} entries, of {tokenizer or f'{vocab_sample_mb} MB at most'}")
     sample, size, n_documents = [], 0, 0  # of all text, roughly
     for paths in files.values():
         parts = read_batches(paths, [0, 0], vocab_sample_mb * 1e6 / len(files))
@@ -203,7 +195,12 @@ def make_vocabulary(files, folder):
         to_train_on = (text for text in sample if not is_held_out(text, share))
         train_tokenizer(to_train_on, vocab_size, normalisation, folder)
     if filter_ratio < 0 and filter_threshold():
-        check_filter(begins, folder / "tokenizer.json")
+        vocabulary = Tokenizer(folder / "tokenizer.json")
+        normal = [vocabulary.normalise(text) for text in begins]
+        ratios = [len(vocabulary.encode_normal(text)) / max(1, len(text)) for text in normal]
+        dropped = np.mean(np.array(ratios) >= filter_threshold())
+        if dropped > 0.5:  # of English prose it is 6 %
+            sys.exit(f"the filter would drop {dropped:.0%} of the documents: type --filter_ratio=0")
     return share
 
 
@@ -219,18 +216,7 @@ def check_normalisation(texts):
         print(f"WARNING: {said}: --normalisation=plain keeps them")
 
 
-def check_filter(texts, path):
-    """Exit where the paper's filter would drop most of some texts; of English prose it is 6 %."""
-    vocabulary = Tokenizer(path)
-    normal = [vocabulary.normalise(text) for text in texts]
-    ratios = [len(vocabulary.encode_normal(text)) / max(1, len(text)) for text in normal]
-    dropped = np.mean(np.array(ratios) >= filter_threshold())
-    if dropped > 0.5:
-        said = f"the filter, meant for English prose, would drop {dropped:.0%} of the documents"
-        sys.exit(f"{said}: type --filter_ratio=0")
-
-
-# One batch, in another process
+# Rows, by other processes
 
 
 def begin_process(settings):
@@ -238,7 +224,6 @@ def begin_process(settings):
     globals().update(settings)
     sources.say_once = str  # the first process says it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    prepare_streams()
 
     def end_with_parent():
         multiprocessing.parent_process().join()
@@ -252,25 +237,19 @@ def new_processes(n):
     """A pool of n processes, which end with the block."""
     spawn = multiprocessing.get_context("spawn")  # the same on every system
     settings = {name: globals()[name] for name in SETTINGS}
-    pool = ProcessPoolExecutor(n, spawn, begin_process, (settings,))
-    try:
-        # Ctrl-C is for this process: start all others now, ignoring it.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for _ in range(n):
-            pool.submit(os.getpid)
-        signal.signal(signal.SIGINT, handler)
-        yield pool
-    except BrokenProcessPool:
-        advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
-        sys.exit(f"a worker process was killed, probably out of memory: {advice}")
-    finally:
-        for child in multiprocessing.active_children():
-            child.kill()
-        pool.shutdown(cancel_futures=True)
-
-
-load_tokenizer = functools.cache(Tokenizer)
-NO_IDS = np.zeros(0, np.uint16)
+    with ProcessPoolExecutor(n, spawn, begin_process, (settings,)) as pool:
+        try:
+            # Ctrl-C is for this process: start all others now, ignoring it.
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            pool.map(abs, range(n))
+            signal.signal(signal.SIGINT, handler)
+            yield pool
+        except BrokenExecutor:
+            advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
+            sys.exit(f"a process was killed, probably out of memory: {advice}")
+        finally:
+            for child in multiprocessing.active_children():
+                child.kill()
 
 
 def process_batch(number, texts, state, folder, share):
@@ -282,102 +261,78 @@ def process_batch(number, texts, state, folder, share):
     for text in texts:
         normal = vocabulary.normalise(text)
         ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
+        fate = "kept"
         if len(ids) == 1:
             fate = "empty"
         elif is_held_out(text, share):
             fate = "held_out"
         elif threshold and len(ids) - 1 >= threshold * len(normal):
             fate = "filtered"
-        else:
-            fate = "kept"
         ids_of[fate].append(ids)
         characters[fate] += len(normal)
     count = {"read": len(texts)} | {fate: len(pieces) for fate, pieces in ids_of.items()}
     count["not_utf8"] = sum("\ufffd" in text for text in texts)
-    for name, fate in (("", "kept"), ("val_", "held_out")):
-        count[f"{name}tokens"] = sum(map(len, ids_of[fate]))
-        count[f"{name}characters"] = characters[fate]
+    none = np.zeros(0, np.uint16)
+    kept, held_out = (np.concatenate([none, *ids_of[fate]]) for fate in ("kept", "held_out"))
+    count |= {"tokens": len(kept), "characters": characters["kept"]}
+    count |= {"val_tokens": len(held_out), "val_characters": characters["held_out"]}
 
-    rows = np.random.default_rng(number).permutation(in_rows(ids_of["kept"]))
+    rows = np.random.default_rng(number).permutation(in_rows(kept))
     stops = np.zeros(len(rows), np.int64)
     if order == "curriculum":  # it counts "." alone, as the paper's code: no "?", no '."'
         stops = (rows == vocabulary.encoding.encode_single_token(".")).sum(axis=1)
         rows = rows[np.argsort(-stops, kind="stable")]
     stem = folder / f"batch-{number:05}"
     safety.write_beside(stem.with_suffix(".train"), rows.tofile)
-    held_out = np.concatenate([NO_IDS, *ids_of["held_out"]])
     safety.write_beside(stem.with_suffix(".val"), held_out.tofile)
     state |= {"rows": np.bincount(stops).tolist(), "counts": count}  # rows by their full stops
     safety.write_text(stem.with_suffix(".json"), json.dumps(state))
     return state
 
 
-def in_rows(pieces):
-    """Rows (n, seq_len), each [CLS] and the next ids of the pieces; less than a row is dropped."""
-    ids = np.concatenate([NO_IDS, *pieces])
-    n_rows = len(ids) // (seq_len - 1)
-    rows = np.full((n_rows, seq_len), CLS, np.uint16)
-    rows[:, 1:] = ids[: n_rows * (seq_len - 1)].reshape(n_rows, seq_len - 1)
-    return rows
-
-
-# All batches
-
-
-def hub_tokens(states):
-    return max_tokens and sum(state["counts"]["tokens"] for state in states if state["hub"])
-
-
-def read_states(folder, sums):
-    """What is known of finished batches, up to the first that is not, or is of other files."""
-    states = []
-    while (path := folder / f"batch-{len(states):05}.json").exists():
-        state = json.loads(path.read_text("utf-8"))
-        if hub_tokens(states) >= (max_tokens or np.inf) or state["checksum"] not in sums:
-            break
-        states.append(state)
-    return states
+def in_rows(ids):
+    """Rows (n, seq_len), each [CLS] and the next ids; less than a row is dropped."""
+    whole = len(ids) // (seq_len - 1) * (seq_len - 1)
+    return np.insert(ids[:whole].reshape(-1, seq_len - 1), 0, CLS, axis=1)
 
 
 def process_batches(files, folder, share):
     """The states of all batches, in order; exits if a file cannot be read to its end."""
+    states, running, failure = [], [], None
+    limit = max_tokens or math.inf
 
-    def checksum(before, file):
-        return hashlib.blake2b(f"{before}{file}".encode(), digest_size=8).hexdigest()
+    def n_read():
+        """Tokens of the Hub where they are limited, else bytes."""
+        if max_tokens:
+            return sum(state["counts"]["tokens"] for state in states if state["hub"])
+        return states[-1]["bytes"] if states else 0
 
-    sums = list(itertools.accumulate(files, checksum, initial=""))  # of the first 0, 1, 2 files
-    states = read_states(folder, sums)
-    if n_found := len([*folder.glob("batch-*.json")]):
-        print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
+    while n_read() < limit and (path := folder / f"batch-{len(states):05}.json").exists():
+        states.append(json.loads(path.read_text("utf-8")))
+    if states:
+        print(f"going on behind {len(states)} finished batches")
     # a batch job may not use all
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     size = sum(n_bytes for _, n_bytes in files)
     n = min(processes or len(cores), 1 + 4 * size // BATCH)  # gzip makes a fourth of text
     unit = "tokens" if max_tokens else "B"
     bar = tqdm(total=max_tokens or size, unit=unit, unit_scale=True, disable=None)
-    wanted = max_tokens or np.inf
-    running, failure = collections.deque(), None
-
-    def finish_oldest():
-        states.append(running.popleft().result())
-        bar.update((hub_tokens(states) if max_tokens else states[-1]["bytes"]) - bar.n)
 
     with new_processes(n) as pool, bar:
         batches = read_batches(files, states[-1]["place"] if states else [0, 0])
         try:
-            while hub_tokens(states) < wanted and (batch := next(batches, None)):
-                texts, state = batch
-                file, document = state["place"]
-                state["checksum"] = sums[file + (document > 0)]
+            while n_read() < limit and (batch := next(batches, None)):
                 number = len(states) + len(running)
-                running.append(pool.submit(process_batch, number, texts, state, folder, share))
+                running.append(pool.submit(process_batch, number, *batch, folder, share))
                 if len(running) > n + 1:  # two are read ahead
-                    finish_oldest()
+                    states.append(running.pop(0).result())
+                    bar.update(n_read() - bar.n)
         except SystemExit as e:  # a file is broken: finish what came before
             failure = e
-        while running and hub_tokens(states) < wanted:
-            finish_oldest()
-    if failure and hub_tokens(states) < wanted:
+        while n_read() < limit and running:
+            states.append(running.pop(0).result())
+            bar.update(n_read() - bar.n)
+    if failure and n_read() < limit:
         raise failure
     return states
 
@@ -386,13 +341,11 @@ def merge(states, folder):
     """Write train.bin: the next row comes from a random batch, in proportion to the rows that each
     has left. Those of a batch are shuffled already."""
     read = [0] * len(states)  # bytes of each batch
-    numbers = np.arange(len(states), dtype=np.uint16 if len(states) < 65536 else np.uint32)
+    numbers = np.arange(len(states), dtype=np.min_scalar_type(len(states)))
     rng = np.random.default_rng(0)
-    levels = []
-    for n_stops in reversed(range(max(len(state["rows"]) for state in states))):
-        repeats = [sum(state["rows"][n_stops : n_stops + 1]) for state in states]
-        levels.append(rng.permutation(np.repeat(numbers, repeats)))
-    batch_of_row = np.concatenate(levels or [numbers[:0]])
+    by_stops = itertools.zip_longest(*(state["rows"] for state in states), fillvalue=0)
+    levels = [rng.permutation(np.repeat(numbers, n_rows)) for n_rows in reversed([*by_stops])]
+    batch_of_row = np.concatenate([numbers[:0], *levels])
     with open(folder / "train.bin", "wb") as f:
         n = max(1, MERGED // seq_len)
         for start in range(0, len(batch_of_row), n):
@@ -412,7 +365,8 @@ def finish(states, folder, settings, share):
     count = {name: sum(s["counts"][name] for s in states) for name in states[0]["counts"]}
     count["rows"] = merge(states, folder)
     held_out = [np.fromfile(folder / f"batch-{i:05}.val", np.uint16) for i in range(len(states))]
-    rows = np.random.default_rng(0).permutation(in_rows(held_out))[: val_tokens // (seq_len - 1)]
+    rows = np.random.default_rng(0).permutation(in_rows(np.concatenate(held_out)))
+    rows = rows[: val_tokens // (seq_len - 1)]
     rows.tofile(folder / "val.bin")
     count["val_rows"] = len(rows)
     # less than a row at the end of a batch; what was held out beyond val_tokens
@@ -435,53 +389,49 @@ def finish(states, folder, settings, share):
     return count
 
 
+def report(count, seconds):
+    """Print what was read and written, and the command that comes next."""
+    length = count["characters"] / count["tokens"]
+    kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
+    print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
+    print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
+    print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
+    print(f"written     {data_dir} in {seconds:.1f} s")
+    if count["not_utf8"]:
+        few = f"WARNING: {count['not_utf8']} documents have U+FFFD, as text that is not UTF-8 gets"
+        print(f"{few}: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
+    print(f"next        {next_command(count['rows'] * seq_len)}")
+
+
 # The folder
 
 
 def differences(have, wanted):
     """The settings that differ; one that is newer than have had its default then."""
     have = SETTINGS | have
-    names = [name for name in wanted if have[name] != wanted[name]]
-    return ", ".join(f"{name}={have[name]!r:.60}" for name in names)
+    return ", ".join(f"{name}={have[name]!r:.60}" for name in wanted if have[name] != wanted[name])
 
 
 def begin_folder(folder, settings, files):
     """The plan, by which a rerun goes on: settings, the Hub's files, soon the share to hold out."""
     names, path = safety.names_in(folder), folder / "plan.json"
-    if names and path.name not in names:
-        sys.exit(f"{data_dir} is not a new or an empty folder: choose another --data_dir")
-    if names:
+    if path.name in names:
         plan = json.loads(path.read_text("utf-8"))
-        other = differences(plan["settings"], settings)
-        if not other:
+        if not (other := differences(plan["settings"], settings)):
             return plan
         if any(folder.glob("batch-*.json")):
             sys.exit(f"{data_dir} was begun with {other}: give that to go on, or delete it")
+    elif names:
+        sys.exit(f"{data_dir} is not a new or an empty folder: choose another --data_dir")
     plan = {"settings": settings, "hub": {}}
-    for name in files:
-        if not files[name]:
-            try:
-                plan["hub"][name] = sources.hub_files(name)
-            except Exception as e:  # whatever the Hub's libraries raise
-                why, what_helps = explain(e)
-                sys.exit(f"could not read {name} ({why}): {what_helps or 'rerun it later'}")
+    for name in (name for name in files if not files[name]):
+        try:
+            plan["hub"][name] = sources.hub_files(name)
+        except Exception as e:  # whatever the Hub's libraries raise
+            why, hint = explain(e)
+            sys.exit(f"could not read {name} ({why}): {hint or 'rerun it later'}")
     safety.write_text(path, json.dumps(plan, indent=1))
     return plan
-
-
-def check_settings():
-    """Exit with one line if the settings cannot work."""
-    allowed = {
-        "normalisation": MODES,
-        "documents": ("paragraphs", "lines"),
-        "order": ("shuffle", "curriculum"),
-        "vocab_size": (260, 65536),
-        "seq_len": (8, 65536),
-        "val_tokens": (seq_len, 10**9),
-        "max_tokens": (0, 10**15),
-        "val_share": (0, 0.5),
-    }
-    check(globals(), allowed)
 
 
 def adopt_vocabulary():
@@ -491,8 +441,7 @@ def adopt_vocabulary():
     for name, value in (("normalisation", theirs.mode), ("vocab_size", theirs.vocab_size)):
         if globals()[name] not in (value, SETTINGS[name]):
             sys.exit(f"{name}={globals()[name]}, but {path} has {value}: type --{name}={value}")
-        if globals()[name] != value:
-            print(f"{name} = {value!r}  (of {tokenizer})")
+        print(f"{name} = {value!r}  (of {tokenizer})")
         globals()[name] = value
     return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
@@ -512,23 +461,19 @@ def next_command(tokens):
     return f"python train.py{recipe} {shlex.join(flags)}"
 
 
-def report(count, seconds):
-    """Print what was read and written, and the command that comes next."""
-    length = count["characters"] / count["tokens"]
-    kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
-    print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
-    print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
-    print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
-    print(f"written     {data_dir} in {seconds:.1f} s")
-    if count["not_utf8"]:
-        few = f"{count['not_utf8']} documents have U+FFFD, as text that is not UTF-8 gets"
-        print(f"WARNING: {few}: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
-    print(f"next        {next_command(count['rows'] * seq_len)}")
-
-
 def main():
     begin = time.perf_counter()
-    check_settings()
+    allowed = {
+        "normalisation": MODES,
+        "documents": ("paragraphs", "lines"),
+        "order": ("shuffle", "curriculum"),
+        "vocab_size": (260, 65536),
+        "seq_len": (8, 65536),
+        "val_tokens": (seq_len, 10**9),
+        "max_tokens": (0, 10**15),
+        "val_share": (0, 0.5),
+    }
+    check(globals(), allowed)
     files = find_files()
     if max_tokens and list(files.values()).count([]) > 1:
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
@@ -537,28 +482,32 @@ def main():
     del settings["data_dir"], settings["processes"]  # they change no row
     wanted = settings | {"files": list(itertools.chain(*files.values()))}
     folder = Path(data_dir).resolve()  # what a link names
-    lock = safety.lock(folder)
+    _lock = safety.lock(folder)  # until main() ends
     if (folder / "meta.json").exists():
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
-        have = meta["settings"]
         if val_share in (0, meta.get("val_share")):  # if none is typed, any will do
-            wanted["val_share"] = have["val_share"]
-        if other := differences(have, wanted):
+            wanted["val_share"] = meta["settings"]["val_share"]
+        if other := differences(meta["settings"], wanted):
             sys.exit(f"{data_dir} was made with {other}: delete it or choose another --data_dir")
         print(f"{data_dir} is finished, with these settings: nothing to do")
     else:
         plan = begin_folder(folder, settings, files)
         files |= plan["hub"]
         every = sorted(itertools.chain(*files.values()), key=lambda file: file[0].startswith(HUB))
-        size = sum(n_bytes for _, n_bytes in every) / 1e6
-        print(f"reading     {size:,.1f} MB, {len(every)} files")
-        if plan.setdefault("files", every) != every:
-            said = "files have changed since the vocabulary was made"
-            print(f"WARNING: {said}: to make it anew, delete {data_dir} and rerun")
+        print(f"reading     {sum(size for _, size in every) / 1e6:,.1f} MB, {len(every)} files")
         if "val_share" not in plan:
             with new_processes(1) as pool:  # its memory ends with it, and its readers
                 plan["val_share"] = pool.submit(make_vocabulary, files, folder).result()
-            safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
+            plan |= {"vocabulary_files": every, "files": every}
+        if plan.get("vocabulary_files", plan["files"]) != every:
+            said = "files have changed since the vocabulary was made"
+            print(f"WARNING: {said}: to make it anew, delete {data_dir} and rerun")
+        for path in folder.glob("batch-*.json"):
+            n = json.loads(path.read_text("utf-8"))["place"][0] + 1
+            if plan["files"][:n] != every[:n]:
+                path.unlink()  # it has text of a file that has changed since
+        plan["files"] = every
+        safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
         print(f"held out    {100 * plan['val_share']:g} % of the documents")
         states = process_batches(every, folder, plan["val_share"])
         print("merging")
@@ -566,7 +515,6 @@ def main():
         report(count, time.perf_counter() - begin)
     for path in (*folder.glob("batch-[0-9]*"), folder / "plan.json"):
         path.unlink(missing_ok=True)
-    del lock
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ SETTINGS = configure(globals())  # {name: default}; before the slow imports, so 
 import numpy as np
 import torch
 
-from model import MaskedLM, ModelConfig, check_mixing, make_loss
+from model import ACTIVATIONS, MaskedLM, ModelConfig, check_mixing, make_loss
 from nanocram import checkpoint, fit, machine, model_folder, parallel, runlog, safety
 from nanocram.data import IGNORE, Rows, held_out, load_meta
 from nanocram.machine import now
@@ -383,7 +383,7 @@ def main():
     tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
 
     # the run: from scratch, from its checkpoint, or from the weights of another one
-    lock = safety.lock(out_dir) if master_process else None  # one writer a folder
+    _lock = safety.lock(out_dir) if master_process else None  # one writer a folder, to the end
     run = Run(train_rows, meta, tokenizer, dev, amp_dtype)
     state = run.state
     if resumes:
@@ -445,7 +445,6 @@ def main():
         if not is_saved:
             sys.exit(1)
     parallel.leave()
-    del lock
 
 
 # -----------------------------------------------------------------------------
@@ -535,8 +534,7 @@ def set_up(run, held_out_rows):
 
 @contextmanager
 def eval_weights(run):
-    """Inside `with eval_weights(run)`, run.model has the weights to evaluate and export. As it
-    stands these are the training weights, which the checkpoint has in any case."""
+    """Within it run.model has the weights to evaluate and export: here those that are trained."""
     try:
         yield  # copy others in before this line ...
     finally:
@@ -646,12 +644,13 @@ def take_architecture(config, path):
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     allowed = {
-        "micro_batch eval_rows log_every": (1, math.inf),
+        "micro_batch eval_rows log_every n_layer n_head n_embd n_inner": (1, math.inf),
         "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip": (0, math.inf),
-        "warmup beta1 beta2": (0, 0.99999),
-        "cooldown": (0, 1),
+        "warmup beta1 beta2 dropout": (0, 0.99999),
+        "cooldown batch_ramp mask_token_share random_token_share": (0, 1),
         "mask_rate mask_rate_end": (0.001, 0.9),
         "seq_len": (8, max_seq_len),
+        "activation": ACTIVATIONS,
     }
     check(globals(), allowed)
     lr_scale(0.0)  # exits if the schedule is unknown
@@ -661,12 +660,11 @@ def check_settings(dev):
         sys.exit(f"row_shape() has {len(row_shapes())} values, torch compiles 7: --compile=False")
     for n, k in row_shapes():  # yours too
         if not (type(n) is type(k) is int and 0 < k < n and seq_len % n == 0):
-            wanted = f"an int that divides seq_len={seq_len}, and a smaller one"
-            sys.exit(f"row_shape() returns {n}, {k}: it must return {wanted}")
+            sys.exit(f"row_shape() is {n}, {k}: return a divisor of {seq_len}, and a smaller int")
     for n in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
         if n < micro_batch or n % micro_batch:
-            wanted = f"multiples of micro_batch={micro_batch}"
-            sys.exit(f"batch_size, batch_start, batch_rows() must be {wanted}: {n} is none")
+            wanted = f"batch_size and batch_start that are multiples of micro_batch={micro_batch}"
+            sys.exit(f"batch_rows() returns {n}: type {wanted}")
     if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
     with torch.device("meta"):

@@ -10,46 +10,29 @@ The text is FineWeb. They and the paper's authors took BookCorpus and Wikipedia:
 how to come closer.
 """
 
-# data: unfiltered and shuffled, for filter and order are crammed BERT's
-data_dir = "data/unfiltered"
+# of BERT: data, masks, decay, a constant batch, a linear schedule, dropout; biases, GELU, learned
+# positions and the head's transform
+include("bert.py")
 out_dir = "out/izsak"
-order = "shuffle"
-filter_ratio = 0.0
 # architecture: BERT-large with its norms before the blocks
 n_layer = 24
 n_head = 16
 n_embd = 1024
 n_inner = 4096
-activation = "gelu"
-position_embedding = "learned"
+token_types = 0
+post_norm = False
 max_seq_len = 128
 first_attn_norm = True
-final_norm = False
-head_transform = True
-linear_bias = True
-norm_bias = True
 norm_eps = 1e-6
-dropout = 0.1
-zero_init = False
-# optimiser
+# optimiser and batch
 optimizer = "adamw"
 lr = 0.001
 beta2 = 0.98
 adam_eps = 1e-6
-weight_decay = 0.01
-grad_clip = 0.0
-schedule = "linear"
 warmup = 0.06
-# batch
 micro_batch = 32
 batch_size = 4096
 batch_start = 4096
-batch_ramp = 0.0
-# objective
-mask_rate = 0.15
-mask_rate_end = 0.15
-mask_token_share = 0.8
-random_token_share = 0.1
 
 # finetune_glue.py
 # as the paper's authors fine-tune this recipe, and it alone (their eval=GLUE): longer than the

@@ -1,7 +1,4 @@
-"""ckpt.pt: everything that a run needs to go on, in one dict that torch.load() reads.
-
-A new checkpoint replaces the old one only when it is whole.
-"""
+"""ckpt.pt: everything that a run needs to go on, in one dict that torch.load() reads."""
 
 import pickle
 import sys
@@ -60,16 +57,14 @@ def load(run, path):
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
         run.model.load_state_dict(ckpt["model"])
         for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
-            ours = [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
+            for group, ours in zip(saved["param_groups"], o.param_groups, strict=True):
+                group.update(ours | {"params": group["params"]})  # rates are those of this command
             o.load_state_dict(saved)
-            for group, settings in zip(o.param_groups, ours, strict=True):
-                group.update(settings)  # learning rates are those of this command
-        if run.scaler.is_enabled() and ckpt["scaler"]:
+        if ckpt["scaler"]:
             run.scaler.load_state_dict(ckpt["scaler"])
         state = {"rows_seen": ckpt["state"].get("row"), **ckpt["state"]}  # older ones say row
-        for field in fields(run.state):
-            if field.name in state:  # a field that is newer keeps its default
-                setattr(run.state, field.name, state[field.name])
+        for name in state.keys() & {field.name for field in fields(run.state)}:
+            setattr(run.state, name, state[name])  # a field that is newer keeps its default
         where = run.model.decoder.weight.device
         run.state.tensors = {k: t.detach().to(where) for k, t in run.state.tensors.items()}
     except Exception as e:  # there are many ways to be broken

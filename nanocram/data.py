@@ -49,9 +49,8 @@ class Rows:
         return self.count
 
     def read(self, start, n):
-        """n rows from start on, int64 (n, seq_len); behind the last row comes the first again.
-
-        No memory map: a failing disk would kill the process without a message."""
+        """n rows from start on, int64 (n, seq_len); behind the last row comes the first again. No
+        memory map: a failing disk would kill the process without a message."""
         parts = []
         end = start + n
         while start < end:
@@ -86,10 +85,8 @@ def round_up(n, multiple):
 
 
 def held_out(rows, batch_size):
-    """{column of log.csv: [(ids, positions, labels), ...]} of held-out rows (N, T), at 15 and 25 %.
-
-    Both share positions and shapes, for one compiled graph. Rows without labels fill a last batch.
-    """
+    """{column of log.csv: [(ids, positions, labels), ...]} of held-out rows (N, T), at 15 and 25 %,
+    in one shape, which is compiled: rows without labels fill the last batch."""
     N, T = rows.shape
     K = round(0.25 * T)
     # The masks depend on a row's number and T alone: losses of any two recipes compare.
@@ -128,32 +125,29 @@ def fill_masks(model, tokenizer, sentence, device="cpu"):
 
 
 class Ragged:
-    """Rows of any length on the device; a step moves only the numbers of its rows there.
-
-    Made of arrays: "ids" (N, longest), padded; "length" and "first" (N,), tokens of a row, and of
-    its first text; "labels" (N,)."""
+    """Rows of any length on the device; a step moves only the numbers of its rows there. arrays:
+    "ids" (N, longest), padded; "length" and "first" (N,), tokens of a row, and of its first text;
+    "labels" (N,)."""
 
     def __init__(self, arrays, two_types, dev):
         self.length, self.two_types, self.dev = arrays["length"], two_types, dev
-        tensors = {name: torch.from_numpy(array).to(dev) for name, array in arrays.items()}
-        self.ids, self.labels = tensors["ids"], tensors["labels"]
-        self.end, self.first_end = tensors["length"], tensors["first"]
-        if self.labels.is_floating_point():
-            self.labels = self.labels.float()
+        labels = arrays["labels"]  # of 32 or 64 bits; mps has no float64
+        labels = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
+        arrays = arrays | {"labels": labels}
+        self.tensors = {name: torch.from_numpy(array).to(dev) for name, array in arrays.items()}
 
     def batch(self, rows):
-        """((ids, attention_mask, token_type_ids), labels) of rows, (B, T) and (B,).
-
-        attention_mask is None where nothing is padded, token_type_ids without a second type."""
+        """((ids, attention_mask, token_type_ids), labels) of rows, (B, T) and (B,). The mask is
+        None where nothing is padded, token_type_ids without a second type."""
         T = int(round_up(self.length[rows].max(), 8))
         which = torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda")
         at = torch.arange(T, device=self.dev)
-        real = at < self.end[which, None]  # (B, T)
-        second = at >= self.first_end[which, None]
+        real = at < self.tensors["length"][which, None]  # (B, T)
+        second = at >= self.tensors["first"][which, None]
         attention_mask = None if self.length[rows].min() == T else real
         token_type_ids = (second & real).long() if self.two_types else None
-        ids = self.ids[which, :T].long()
-        return (ids, attention_mask, token_type_ids), self.labels[which]
+        ids = self.tensors["ids"][which, :T].long()
+        return (ids, attention_mask, token_type_ids), self.tensors["labels"][which]
 
 
 def batches_by_length(length, size, seed):

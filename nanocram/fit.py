@@ -23,23 +23,20 @@ def compile_errors():
         sys.exit(f"torch.compile fails here ({why}): mend that, or type --compile=False")
 
 
-@contextlib.contextmanager
-def stand_ins(run):
-    """Around passes: memory that later steps take, for optimisers' states and the sum over the
-    ranks, and 5 % of a GPU."""
+def later_memory(run):
+    """Tensors as large as what later steps take: optimisers' states, the sum over the ranks, and
+    5 % of a GPU."""
     copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
     tensors = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
     if run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
         tensors.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
-    yield
-    tensors.clear()
+    return tensors
 
 
 def find_micro_batch(run, take_passes, signals):
     """Make a train.Run's micro_batch smaller until take_passes(), which changes no weight, fits in
-    memory on every rank. Returns its seconds, of a pass of training and of one of evaluation; exits
-    if a single row is too much."""
+    memory on every rank; return the seconds that it returns. Exits if a single row is too much."""
     seconds = 0.0, 0.0  # where a signal comes first
     while True:
         # after an out-of-memory error, of an earlier start too, take the next smaller divisor
@@ -49,9 +46,10 @@ def find_micro_batch(run, take_passes, signals):
                 sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
             run.micro_batch = smaller[-1]
             print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
-        oom = False
+        oom, held = False, None
         try:
-            with compile_errors(), stand_ins(run):
+            held = later_memory(run)
+            with compile_errors():
                 seconds = take_passes()
         except Exception as e:
             oom = safety.is_oom(e)
@@ -61,6 +59,7 @@ def find_micro_batch(run, take_passes, signals):
             if not oom and p.requires_grad and p.grad is None:
                 print(f"WARNING: nothing reads {name}, so it is not trained")
         # free the memory; inside of `except` the traceback would keep it
+        del held
         run.model.zero_grad()
         run.rows.fetched.clear()
         gc.collect()

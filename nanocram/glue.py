@@ -2,11 +2,10 @@
 
 import csv
 import json
-import math
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -14,24 +13,20 @@ from filelock import FileLock
 from nanocram.safety import first_line, write_text
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task: its columns in the official files and on the Hub, its labels, metrics and sizes."""
+class Task(NamedTuple):
+    """A task: its columns in the official files, its labels, metrics and sizes."""
 
     folder: str
     texts: tuple  # columns with the sentence, or with both
-    label: str  # column with the label
     labels: tuple  # the names of labels 0, 1, …; none for a regression
     metrics: tuple  # the paper's choice first
     rows: dict  # {split: rows of the official file}
-    hub_texts: tuple = ()  # where the Hub has other names
+    label: str = "label"  # column with the label
 
 
 PAIR = ("sentence1", "sentence2")
 STRINGS = ("#1 String", "#2 String")
 QUESTIONS = ("question1", "question2")
-ANSWERED = ("question", "sentence")
-PREMISE = ("premise", "hypothesis")
 YES = ("0", "1")
 ENTAILED = ("entailment", "not_entailment")
 THREE = ("entailment", "neutral", "contradiction")
@@ -41,15 +36,15 @@ F1 = ("f1", "accuracy")
 # fmt: off
 MNLI_SIZES = {"train": 392702, "dev_matched": 9815, "dev_mismatched": 9832}
 TASKS = {
-    "cola": Task("CoLA", ("sentence",), "label", YES, ("matthews",), {"train": 8551, "dev": 1043}),
-    "sst2": Task("SST-2", ("sentence",), "label", YES, ACC, {"train": 67349, "dev": 872}),
-    "mrpc": Task("MRPC", STRINGS, "Quality", YES, F1, {"train": 3668, "dev": 408}, PAIR),
-    "stsb": Task("STS-B", PAIR, "score", (), ("pearson", "spearman"), {"train": 5749, "dev": 1500}),
-    "qqp": Task("QQP", QUESTIONS, "is_duplicate", YES, F1, {"train": 363846, "dev": 40430}),
-    "mnli": Task("MNLI", PAIR, "gold_label", THREE, ACC, MNLI_SIZES, PREMISE),
-    "qnli": Task("QNLI", ANSWERED, "label", ENTAILED, ACC, {"train": 104743, "dev": 5463}),
-    "rte": Task("RTE", PAIR, "label", ENTAILED, ACC, {"train": 2490, "dev": 277}),
-    "wnli": Task("WNLI", PAIR, "label", YES, ACC, {"train": 635, "dev": 71}),
+    "cola": Task("CoLA", ("sentence",), YES, ("matthews",), {"train": 8551, "dev": 1043}),
+    "sst2": Task("SST-2", ("sentence",), YES, ACC, {"train": 67349, "dev": 872}),
+    "mrpc": Task("MRPC", STRINGS, YES, F1, {"train": 3668, "dev": 408}, "Quality"),
+    "stsb": Task("STS-B", PAIR, (), ("pearson", "spearman"), {"train": 5749, "dev": 1500}, "score"),
+    "qqp": Task("QQP", QUESTIONS, YES, F1, {"train": 363846, "dev": 40430}, "is_duplicate"),
+    "mnli": Task("MNLI", PAIR, THREE, ACC, MNLI_SIZES, "gold_label"),
+    "qnli": Task("QNLI", ("question", "sentence"), ENTAILED, ACC, {"train": 104743, "dev": 5463}),
+    "rte": Task("RTE", PAIR, ENTAILED, ACC, {"train": 2490, "dev": 277}),
+    "wnli": Task("WNLI", PAIR, YES, ACC, {"train": 635, "dev": 71}),
 }
 
 # The nine numbers of the paper's mean, in the order of the table: {heading: (task, score)}.
@@ -78,24 +73,15 @@ EXPLANATION = """\
 def read(name, split, glue_dir):
     """(texts, labels) of a split: [(sentence,) or (first, second), …] and an array (N,), from the
     official files in glue_dir, or from the Hub if that is ''. Exits if it is missing or damaged."""
-    task = TASKS[name]
-    texts, labels = read_tsv(name, split, glue_dir) if glue_dir else read_hub(name, split)
-    if not texts:
-        sys.exit(f"{task.folder}, {split}: there is not one row in it, fetch it again")
-    return texts, np.array(labels, np.int64 if task.labels else np.float64)
-
-
-def read_tsv(name, split, glue_dir):
-    """read() from an official file: columns between tabs, nothing is quoted."""
+    if not glue_dir:
+        return read_hub(name, split)
     task = TASKS[name]
     path = Path(glue_dir) / task.folder / f"{split}.tsv"
     if not path.exists():
-        missing = f"{glue_dir}/{task.folder}/{split}.tsv not found"
-        other = "name another --glue_dir ('' is the Hub)"
-        sys.exit(f"{missing}: fetch it, {other}, or leave {name} out of --tasks")
+        other = f"name another --glue_dir ('' is the Hub), or leave {name} out of --tasks"
+        sys.exit(f"{path} not found: fetch it, {other}")
 
-    is_bare = task.folder == "CoLA"  # the one task whose files have no header
-    header = ["source", "label", "mark", "sentence"] if is_bare else None
+    header = ["source", "label", "mark", "sentence"] if name == "cola" else None  # others have one
     number_of = {label: i for i, label in enumerate(task.labels)}
     texts, labels = [], []
     with open(path, encoding="utf-8-sig", newline="\n") as f:
@@ -111,23 +97,23 @@ def read_tsv(name, split, glue_dir):
                 labels.append(number_of[label] if task.labels else float(label))
                 if not 0 <= labels[-1] <= 5:  # STS-B's scores; numbers of classes are below 3
                     raise ValueError(f"no score is {label}")
+            if not texts:
+                raise ValueError("there is not one row")
         except (OSError, ValueError, LookupError, csv.Error) as e:
             sys.exit(f"{path}, line {rows.line_num} ({e!r:.80}): fetch the official file")
-    return texts, labels
+    return texts, np.array(labels)
 
 
 def read_hub(name, split):
     """read() from nyu-mll/glue on the Hub, where labels are numbers already."""
-    task = TASKS[name]
     try:
         from datasets import load_dataset
 
         rows = load_dataset("nyu-mll/glue", name, split=split.replace("dev", "validation"))
-        columns = [rows[column][:] for column in task.hub_texts or task.texts]
-        return list(zip(*columns, strict=True)), rows["label"][:]
+        texts = rows.remove_columns(["label", "idx"])[:]  # {column: its texts}
+        return list(zip(*texts.values(), strict=True)), np.array(rows["label"][:])
     except Exception as e:  # no package, no network, no such data set: each raises something else
-        reason = f"cannot get {name} from the Hub ({first_line(e)})"
-        sys.exit(f"{reason}: name a --glue_dir with the official files")
+        sys.exit(f"no {name} from the Hub ({first_line(e)}): name a --glue_dir of official files")
 
 
 def score(name, labels, outputs):
@@ -137,17 +123,13 @@ def score(name, labels, outputs):
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
     functions = {"accuracy": accuracy_score, "f1": f1_score, "matthews": matthews_corrcoef}
-    functions["pearson"] = lambda *both: pearsonr(*both).statistic
-    functions["spearman"] = lambda *both: spearmanr(*both).statistic
+    functions |= {"pearson": lambda *x: pearsonr(*x)[0], "spearman": lambda *x: spearmanr(*x)[0]}
     task = TASKS[name]
     answers = outputs.argmax(1) if task.labels else outputs[:, 0]
     # Constant answers have no correlation and perhaps no F1; they earn 0, without a warning.
     with warnings.catch_warnings(action="ignore"):
         values = {metric: functions[metric](labels, answers) for metric in task.metrics}
     return {metric: 100 * float(np.nan_to_num(value)) for metric, value in values.items()}
-
-
-# The store: glue.jsonl, a run a line; glue.md is drawn from it.
 
 
 def key(run):
@@ -175,15 +157,13 @@ def lock(folder):
 
 
 def add_runs(folder, *new):
-    """Add runs to glue.jsonl and draw glue.md anew."""
-    folder = Path(folder)
+    """Add runs to glue.jsonl, a run a line, draw glue.md from all of them; return read_runs()."""
     with lock(folder):
-        runs = {**read_runs(folder), **{key(run): run for run in new}}.values()
-        write_text(folder / "glue.jsonl", "".join(json.dumps(run) + "\n" for run in runs))
-        write_text(folder / "glue.md", f"# GLUE\n\n{table(runs)}")
-
-
-# The table.
+        runs = read_runs(folder) | {key(run): run for run in new}
+        lines = [json.dumps(run) + "\n" for run in runs.values()]
+        write_text(Path(folder, "glue.jsonl"), "".join(lines))
+        write_text(Path(folder, "glue.md"), f"# GLUE\n\n{table(runs.values())}")
+    return runs
 
 
 def group(runs):
@@ -192,7 +172,7 @@ def group(runs):
     for run in runs:
         groups.setdefault(run["name"], {}).setdefault(run["task"], []).append(run)
     for tasks in groups.values():
-        for task, found in tasks.items():
+        for task, found in list(tasks.items()):
             most = max(sum(run["rows"].values()) for run in found)
             tasks[task] = [run for run in found if sum(run["rows"].values()) == most]
     return groups
@@ -201,7 +181,7 @@ def group(runs):
 def median(runs, metric):
     """Of the runs that have scores; NaN if all have diverged."""
     values = [run["scores"][metric] for run in runs if run["scores"]]
-    return float(np.median(values)) if values else math.nan
+    return float(np.median(values)) if values else np.nan
 
 
 def shortcomings(runs):
@@ -211,8 +191,7 @@ def shortcomings(runs):
     for split, n in runs[0]["rows"].items():
         if n < task.rows[split]:
             notes.append(f"- \\* {task.folder}: {n:,} of {task.rows[split]:,} {split} rows")
-    n_diverged = sum(not run["scores"] for run in runs)
-    if n_diverged:
+    if n_diverged := sum(not run["scores"] for run in runs):
         notes.append(f"- \\* {task.folder}: {n_diverged} of {len(runs)} seeds diverged, left out")
     return notes
 
@@ -221,16 +200,15 @@ def table_row(name, tasks):
     """The cells of a line: name and number of seeds, nine medians, their mean."""
     counts = sorted({len(runs) for runs in tasks.values()})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    medians, cells, any_star = [], [], ""
+    medians, cells = [], []
     for task, metric in NINE.values():
         if task not in tasks:
             cells.append("–")
             continue
-        star = "*" if shortcomings(tasks[task]) else ""
-        any_star = any_star or star
         medians.append(median(tasks[task], metric))
-        cells.append(f"{medians[-1]:.1f}{star}")
-    mean = f"{np.mean(medians):.1f}{any_star}" if medians else "–"
+        cells.append(f"{medians[-1]:.1f}{'*' if shortcomings(tasks[task]) else ''}")
+    star = "*" if any(cell.endswith("*") for cell in cells) else ""
+    mean = f"{np.mean(medians):.1f}{star}" if medians else "–"
     if len(medians) < 9:
         mean += f" ({len(medians)} of 9)"
     return [f"{name}; seeds: {seeds}", *cells, mean]
@@ -238,14 +216,13 @@ def table_row(name, tasks):
 
 def table(runs):
     """The table of runs in Markdown, published scores below, and what its marks mean."""
-    rows = [["GLUE, dev sets", *NINE, "mean of 9"]]
+    rows = [["GLUE, dev sets", *NINE, "mean of 9"], ["---"] + ["---:"] * 10]
     notes = []
     for name, tasks in group(runs).items():
         rows.append(table_row(name, tasks))
         for found in tasks.values():
             notes += shortcomings(found)
     rows += [[f"{name} †", *cells.split()] for name, cells in REFERENCES.items()]
-    rows.insert(1, ["---"] + ["---:"] * 10)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

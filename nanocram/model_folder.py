@@ -7,6 +7,7 @@ transformers loads such a folder with no code of ours. Another architecture is s
 names, for load().
 """
 
+import filecmp
 import json
 import re
 import shutil
@@ -31,7 +32,23 @@ NATIVE = {
     "final_norm": True,
     "token_types": 0,
 }
-# ModernBERT's fields of config.json: our names for them, and those that never change.
+# ModernBERT's fields of config.json: those that never change, and our names for the others.
+FIXED = {
+    "model_type": "modernbert",
+    "architectures": ["ModernBertForMaskedLM"],
+    "dtype": "float32",
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu",
+    "classifier_pooling": "cls",
+    "global_rope_theta": ROPE_THETA,
+    "local_rope_theta": ROPE_THETA,
+    "global_attn_every_n_layers": 1,
+    "pad_token_id": 0,
+    "cls_token_id": 1,
+    "sep_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 SAME = {
     "vocab_size": "vocab_size",
     "hidden_size": "n_embd",
@@ -46,23 +63,6 @@ SAME = {
     "classifier_bias": "head_bias",
     "decoder_bias": "decoder_bias",
 }
-FIXED = {
-    "model_type": "modernbert",
-    "dtype": "float32",
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu",
-    "classifier_pooling": "cls",
-    "global_rope_theta": ROPE_THETA,
-    "local_rope_theta": ROPE_THETA,
-    "global_attn_every_n_layers": 1,
-    "pad_token_id": 0,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-# Fields that change nothing in what a saved ModernBERT computes, or that not_native() looks at.
-OTHERS = ("n_narrow", "head_transform", "dropout", "zero_init")
 # Our names of the parameters that a ModernBERT has.
 PARAMETERS = re.compile(
     r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|"
@@ -75,42 +75,36 @@ def not_native(model):
 
     A switch that a fork has added must be at its default. An edit with neither a switch nor
     parameters is not seen, but by tests/test_model_folder.py."""
-    config = model.config
-    known = {*NATIVE, *SAME.values(), *OTHERS}
-    added = {f.name: f.default for f in fields(config) if f.name not in known}
-    wrong = [name for name, value in (NATIVE | added).items() if getattr(config, name) != value]
-    if config.n_narrow > 1:  # one narrow layer computes what the full model does
-        wrong.append("n_narrow")
-    if wrong:
-        return ", ".join(f"{name}={getattr(config, name)}" for name in wrong)
+    have = asdict(model.config)
+    # without head_transform save() adds an identity_head(); the other two change no output
+    known = {*NATIVE, *SAME.values(), "head_transform", "dropout", "zero_init"}
+    native = NATIVE | {f.name: f.default for f in fields(model.config) if f.name not in known}
+    native["n_narrow"] = min(have["n_narrow"], 1)  # one narrow layer computes what none does
+    wrong = [f"{name}={have[name]}" for name in native if have[name] != native[name]]
     added = [name for name, _ in model.named_parameters() if not PARAMETERS.fullmatch(name)]
-    return added[0] if added else ""
+    return ", ".join(wrong or added[:1])
 
 
 def modernbert_config(config):
     """ModernBERT's own fields of config.json, for a model of the sizes of config."""
     same = {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
-    activation = "gelu" if config.head_transform else "linear"
-    return {**FIXED, **same, "classifier_activation": activation}
+    same["classifier_activation"] = "gelu" if config.head_transform else "linear"
+    return FIXED | same
 
 
 def save(model, folder, **facts):
-    """Write config.json and model.safetensors (float32) of a MaskedLM into folder, or OSError.
-
-    facts: more fields of config.json, which transformers keeps as they are."""
+    """Write config.json, with facts, which transformers keeps as they are, and model.safetensors
+    (float32) of a MaskedLM into folder; raises OSError."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    is_native = not not_native(model)
-    config = modernbert_config(model.config) if is_native else {"model_type": "nanocram"}
-    if is_native:
-        config["architectures"] = ["ModernBertForMaskedLM"]
+    state, config = model.state_dict(), {"model_type": "nanocram"}
+    if "decoder.weight" not in dict(model.named_parameters()):  # no edit has untied it
+        del state["decoder.weight"]
+    if not not_native(model):
+        state, config = to_folder_keys(state, model.config), modernbert_config(model.config)
     config |= {"nanocram": asdict(model.config), **facts}
     write_text(folder / "config.json", json.dumps(config, indent=2))
-
-    state = to_folder_keys(model.state_dict(), model.config, is_native)
-    if "decoder.weight" in dict(model.named_parameters()):  # an edit has untied it
-        state["decoder.weight"] = model.decoder.weight
-    weights = {k: v.detach().to("cpu", torch.float32).contiguous() for k, v in state.items()}
+    weights = {k: v.to("cpu", torch.float32).contiguous() for k, v in state.items()}
 
     def write(temporary):
         for stray in folder.glob(".tmp*"):  # of a save_file() that was killed
@@ -134,10 +128,10 @@ def load(folder, device="cpu"):
         if "nanocram" not in spec or "classifier.weight" in state:
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
         config = ModelConfig(**spec["nanocram"])
-        # not by not_native(): a fork may have changed its switches' defaults since the save
-        is_native = spec["model_type"] == "modernbert"
         model = MaskedLM(config)
-        state = from_folder_keys(state, config, is_native)
+        # not by not_native(): a fork may have changed its switches' defaults since the save
+        if spec["model_type"] == "modernbert":
+            state = from_folder_keys(state, config)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
@@ -151,54 +145,47 @@ def load_for_rows(folder, data_dir):
     """load(), to train on rows of data_dir; exits if these are not of the folder's tokens."""
     try:
         model = load(folder)
-        vocabulary = Path(folder, "tokenizer.json").read_bytes()
-    except (ValueError, OSError) as e:
+    except ValueError as e:
         sys.exit(f"init must be scratch, resume, auto or a model folder: {e}")
-    ours = Path(data_dir, "tokenizer.json")
-    if not ours.exists() or ours.read_bytes() != vocabulary:
+    theirs, ours = Path(folder, "tokenizer.json"), Path(data_dir, "tokenizer.json")
+    if not (ours.exists() and theirs.exists() and filecmp.cmp(ours, theirs, shallow=False)):
         said = f"{data_dir} has no rows of {folder}'s tokens"
         sys.exit(f"{said}: give prepare.py --tokenizer={folder}")
     return model
 
 
-def to_folder_keys(state, config, is_native):
-    """Our state dict under the folder's names: the tied decoder once, q, k and v as one matrix."""
-    state = {key: tensor for key, tensor in state.items() if key != "decoder.weight"}
-    if not is_native:
-        return state
+def to_folder_keys(state, config):
+    """Our state dict under ModernBERT's names: queries, keys and values are one matrix."""
     for key in [key for key in state if ".attn.Wq." in key]:
         parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
         state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
     if not config.head_transform:
-        for key in [key for key in state if key.startswith("model.final_norm.")]:
-            state[key.replace("model.final_norm", "head.norm")] = state[key]
-        state.update(identity_head(config))
+        state = {key.replace("model.final_norm", "head.norm"): t for key, t in state.items()}
+        state |= identity_head(config)
     return state
 
 
-def from_folder_keys(state, config, is_native):
+def from_folder_keys(state, config):
     """The inverse of to_folder_keys(); raises ValueError if an identity_head() was trained."""
     for key in [key for key in state if ".attn.Wqkv." in key]:
         for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
             state[key.replace("Wqkv", name)] = part
-    if is_native and not config.head_transform:
+    if not config.head_transform:
         for key, tensor in identity_head(config).items():
             if not torch.equal(state.pop(key), tensor):
                 raise ValueError(f"{key} was trained elsewhere: only --baseline=hf:FOLDER takes it")
-        for key in [key for key in state if key.startswith("head.norm.")]:
-            state[key.replace("head.norm", "model.final_norm")] = state.pop(key)
+        state = {key.replace("head.norm", "model.final_norm"): t for key, t in state.items()}
     return state
 
 
 def identity_head(config):
-    """The weights of the head that a ModernBERT needs where our model has none.
-
-    Its dense layer is the identity, its norm has our final norm's weights, and that one has ones:
-    normalising twice changes at most a share of norm_eps / 2, where the variance is 1 or more."""
-    width = config.n_embd
-    weights = {"head.dense.weight": torch.eye(width), "model.final_norm.weight": torch.ones(width)}
+    """The head that a ModernBERT needs where our model has none: its dense layer is the identity,
+    its norm has our final norm's weights, and that one has ones. Normalising twice changes at most
+    a share of norm_eps / 2, where the variance is 1 or more."""
+    C = config.n_embd
+    weights = {"head.dense.weight": torch.eye(C), "model.final_norm.weight": torch.ones(C)}
     if config.head_bias:
-        weights["head.dense.bias"] = torch.zeros(width)
+        weights["head.dense.bias"] = torch.zeros(C)
     if config.norm_bias:
-        weights["model.final_norm.bias"] = torch.zeros(width)
+        weights["model.final_norm.bias"] = torch.zeros(C)
     return weights

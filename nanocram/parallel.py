@@ -60,8 +60,7 @@ def all_reduce(tensors):
         dist.all_reduce(flat)
     except RuntimeError as e:
         reason = " ".join(str(e).split())[:300]
-        said = f"rank {RANK} lost the other ranks, see what they said first ({reason})"
-        sys.exit(f"{said}: --init=resume goes on from the last checkpoint")
+        sys.exit(f"rank {RANK} lost others, see what they said ({reason}): --init=resume goes on")
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
@@ -69,9 +68,6 @@ def all_reduce(tensors):
 
 def agree(progress, *flags):
     """(rank 0's progress, for each flag whether any rank has set it): the same on all ranks."""
-    if WORLD_SIZE == 1:
-        return progress, *flags
-    mine = [progress if RANK == 0 else 0.0, *map(float, flags)]
-    total = torch.tensor(mine, dtype=torch.float64)
+    total = torch.tensor([progress if RANK == 0 else 0.0, *flags], dtype=torch.float64)
     all_reduce([total])
     return total[0].item(), *(total[1:] > 0).tolist()

@@ -35,28 +35,20 @@ def read_facts(folder):
 
 def new_folder(folder):
     """Make a folder for a new run. An earlier one is moved aside, if it ever saved anything."""
-    begun = ("run.json", "tokenizer.json", "tokenizer_config.json", "log.csv", "ckpt.pt")
+    begun = {"run.json", "tokenizer.json", "tokenizer_config.json", "log.csv"}
     names = names_in(folder)
     if names and "run.json" not in names:
         sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
-    if names - {*begun[:-1]} or any(line["step"] for line in read_log(folder)):
-        names = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
-        aside = next(path for path in names if not path.exists())
+    if names - begun or any(line["step"] for line in read_log(folder)):
+        places = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
+        aside = next(path for path in places if not path.exists())
         try:
             folder.rename(aside)
         except OSError as e:  # a disk is mounted there
-            said = f"{folder} holds a run that cannot be moved aside ({e.strerror})"
-            sys.exit(f"{said}: type --init=auto to continue it, or --out_dir={folder}/2")
+            what_helps = f"type --init=auto to continue it, or --out_dir={folder}/2"
+            sys.exit(f"{folder} holds a run that cannot be moved ({e.strerror}): {what_helps}")
         print(f"{folder} held a run: moved it to {aside} (--init=auto would have continued it)")
         folder.mkdir()
-
-
-def copy_tokenizer(data_dir, folder, max_seq_len):
-    """Copy the tokenizer's files, with the length at which transformers has to cut."""
-    write_text(folder / "tokenizer.json", (data_dir / "tokenizer.json").read_text("utf-8"))
-    config = json.loads((data_dir / "tokenizer_config.json").read_text("utf-8"))
-    config["model_max_length"] = max_seq_len
-    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
 
 
 def write_log(folder, lines):
@@ -104,23 +96,21 @@ class Log:
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
         self.bar = None  # from the first step on
-        self.has_forecast = False
-        self.wandb = None
-        longest = run.model.config.max_seq_len - 2  # [CLS] and [SEP]
+        self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         samples = settings["samples"]
         if samples == "auto":
             samples = ENGLISH if run.tokenizer.mode == "ascii" else ""
-        sentences = samples.split("|") if samples else []
-        self.sentences = [s for s in sentences if len(run.tokenizer.encode(s)) <= longest]
-        self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
-        self.n_params = sum(p.numel() for p in run.model.parameters())
+        longest = run.model.config.max_seq_len - 2  # [CLS] and [SEP]
+        encode = run.tokenizer.encode
+        self.sentences = [s for s in samples.split("|") if s and len(encode(s)) <= longest]
+
         is_resumed = run.saved_step >= 0
         before = read_facts(self.folder) if is_resumed else {}
         for name, was in before.get("settings", {}).items():
             if name not in ("init", "micro_batch") and settings.get(name) != was:
                 print(f"{name} was {was!r} before the resume, and is {settings.get(name)!r} now")
         self.facts = {
-            "parameters": self.n_params,
+            "parameters": sum(p.numel() for p in run.model.parameters()),
             "flops_per_token": run.flops_per_token,
             "matmul_flops": self.matmul_rate / parallel.WORLD_SIZE,
             "amp_dtype": str(run.amp_dtype),
@@ -131,39 +121,52 @@ class Log:
             | run.meta["counts"],
             **machine.describe(run.device),
         }
-        # log in to wandb before anything is written: it may be missing, or its site away
-        if settings["wandb_project"]:
-            try:
-                import wandb
-
-                what = {"name": self.folder.name, "id": before.get("wandb_id"), "resume": "allow"}
-                self.wandb = wandb.init(project=settings["wandb_project"], config=settings, **what)
-            except Exception as e:  # no package, no key, no network: each raises something else
-                advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
-                sys.exit(f"wandb: {first_line(e)}: type {advice}")
-            self.facts["wandb_id"] = self.wandb.id
-
-        # make the folder ready; run.json comes first, for by it a later command knows a run
-        if not is_resumed:
-            new_folder(self.folder.resolve())
-        self.write_facts(run.micro_batch)
-        copy_tokenizer(Path(data_dir), self.folder, run.model.config.max_seq_len)
-        # a resumed run forgets the lines after its checkpoint
-        last = run.state.step if is_resumed else -1
-        self.lines = [line for line in read_log(self.folder) if line["step"] <= last]
-        write_log(self.folder, self.lines)
-        if is_resumed:
-            print(f"resumed at step {run.state.step:,}, after {run.state.elapsed / 60:.1f} minutes")
+        # before anything is written: the package may be missing, or its site away
+        self.wandb = self.log_in_to_wandb(before.get("wandb_id"))
+        self.begin_folder(Path(data_dir), is_resumed)
 
         # say what this run is, and what of it may surprise
         say(
-            f"{self.n_params / 1e6:.1f}M parameters, {run.flops_per_token / 1e6:.0f} MFLOP a "
-            f"token; {machine.device_name(run.device)} multiplies matrices of {run.amp_dtype} at "
-            f"{self.matmul_rate / 1e12:.2f} TFLOP/s"
+            f"{self.facts['parameters'] / 1e6:.1f}M parameters, "
+            f"{run.flops_per_token / 1e6:.0f} MFLOP a token; {machine.device_name(run.device)} "
+            f"multiplies matrices of {run.amp_dtype} at {self.matmul_rate / 1e12:.2f} TFLOP/s"
         )
-        why = not_native(run.model)
-        if why:
+        if why := not_native(run.model):
             say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
+
+    def log_in_to_wandb(self, run_id):
+        """The run there, if wandb_project asks for one; run_id: that of the run before a resume."""
+        project, name = self.settings["wandb_project"], self.folder.name
+        if not project:
+            return None
+        try:
+            import wandb
+
+            run = wandb.init(
+                project=project, name=name, id=run_id, resume="allow", config=self.settings
+            )
+        except Exception as e:  # no package, no key, no network: each raises something else
+            advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
+            sys.exit(f"wandb: {first_line(e)}: type {advice}")
+        self.facts["wandb_id"] = run.id
+        return run
+
+    def begin_folder(self, data_dir, is_resumed):
+        """Make the folder ready. run.json comes first, for by it a later command knows a run."""
+        state = self.run.state
+        if is_resumed:
+            print(f"resumed at step {state.step:,}, after {state.elapsed / 60:.1f} minutes")
+            # a resumed run forgets the lines after its checkpoint
+            self.lines = [line for line in read_log(self.folder) if line["step"] <= state.step]
+        else:
+            new_folder(self.folder.resolve())
+        self.write_facts(self.run.micro_batch)
+        # the tokenizer's files, with the length at which transformers has to cut
+        config = json.loads((data_dir / "tokenizer_config.json").read_text("utf-8"))
+        config["model_max_length"] = self.run.model.config.max_seq_len
+        write_text(self.folder / "tokenizer_config.json", json.dumps(config, indent=2))
+        write_text(self.folder / "tokenizer.json", (data_dir / "tokenizer.json").read_text("utf-8"))
+        write_log(self.folder, self.lines)
 
     def write_facts(self, micro_batch):
         """Write run.json; micro_batch is the one in use."""
@@ -172,13 +175,17 @@ class Log:
 
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
-        state = self.run.state
         say(
-            f"{self.run.clock.elapsed() / 60:7.1f} min  step {state.step:6,}  held-out loss "
-            f"{losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
+            f"{self.run.clock.elapsed() / 60:7.1f} min  step {self.run.state.step:6,}  held-out "
+            f"loss {losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
         )
         if self.sentences:
-            self.guess(self.sentences[number % len(self.sentences)])
+            self.say_guess(self.sentences[number % len(self.sentences)])
+
+    def say_guess(self, sentence):
+        """Print a sentence and the three likeliest words for its [MASK]."""
+        top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
+        say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
 
     def add_line(self, losses):
         """Add a line to log.csv: means of what was measured since the last one, what else the last
@@ -224,7 +231,7 @@ class Log:
 
     def after_step(self, progress):
         """Move the bar; after ten seconds of training, say once what the budget holds."""
-        state = self.run.state
+        state, seconds = self.run.state, self.train_seconds
         self.train_seconds += state.recent["step"][-1]
         if self.bar is None:
             form = "{percentage:3.0f}%|{bar}|{postfix}"
@@ -237,24 +244,17 @@ class Log:
             f"loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
             f"{left / 60:.0f} min left"
         )
-        if self.train_seconds > 10 and not self.has_forecast and not self.settings["max_steps"]:
-            self.has_forecast = True
+        if seconds <= 10 < self.train_seconds and not self.settings["max_steps"]:
             tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
-            ratio = tokens / self.n_params
             say(
                 f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "
-                f"{epochs:.2f} epochs, {ratio:.1f} tokens per parameter"
+                f"{epochs:.2f} epochs, {tokens / self.facts['parameters']:.1f} tokens per parameter"
             )
-
-    def guess(self, sentence):
-        """Print a sentence and the three likeliest words for its [MASK]."""
-        top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
-        say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
 
     def report(self, losses, is_saved):
         """Say what the run was and what the model has learnt; without losses, how to go on."""
-        state, clock = self.run.state, self.run.clock
+        state, rows = self.run.state, self.run.rows
         if self.bar:
             self.bar.close()
         if not losses:
@@ -265,11 +265,11 @@ class Log:
             rate = machine.matmul_rate(self.run.device, self.run.amp_dtype)
             self.matmul_rate = max(self.matmul_rate, rate * parallel.WORLD_SIZE)
         speed, mfu = self.throughput()
-        rows, n_rows = self.run.rows, state.rows_seen
         say(
-            f"{state.step:,} steps, {state.skipped} of them skipped; {n_rows * rows.seq_len:,} "
-            f"tokens, {n_rows / len(rows):.2f} epochs; {speed:,.0f} tokens/s, MFU {mfu:.0%}; "
-            f"{clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
+            f"{state.step:,} steps, {state.skipped} of them skipped; "
+            f"{state.rows_seen * rows.seq_len:,} tokens, {state.rows_seen / len(rows):.2f} epochs; "
+            f"{speed:,.0f} tokens/s, MFU {mfu:.0%}; "
+            f"{self.run.clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
         )
         say(
             f"held-out loss {losses['val_loss_15']:.4f} at 15 % masked, "
@@ -277,19 +277,18 @@ class Log:
             f"{losses['val_nats_per_char']:.4f} nats per character"
         )
         for sentence in self.sentences:
-            self.guess(sentence)
+            self.say_guess(sentence)
         if is_saved:
             say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
 
 
 def plot(folder):
-    """Draw loss.png from log.csv: losses by the clock."""
-    lines = read_log(folder)
+    """Draw loss.png from log.csv: losses by the clock. Without matplotlib there is none."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return
-    if not lines:
+    if not (lines := read_log(folder)):
         return
     unit, seconds = ("hours", 3600) if lines[-1]["elapsed_s"] > 7200 else ("minutes", 60)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
@@ -326,52 +325,41 @@ A masked language model of {run[parameters]:,} parameters, pre-trained by nanocr
 [Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and
 {trained[tokens]:,} tokens of {sources}. After {hours:.2f} hours and {line[step]:,} steps of its
 last run its loss on held-out text was {line[val_loss_15]:.3f} nats per token with 15 % masked,
-and {line[val_loss_25]:.3f} with 25 %.
-
-It takes up to {longest} tokens, and was trained on rows of {trained[seq_len]}.
+and {line[val_loss_25]:.3f} with 25 %. It takes up to {config[max_seq_len]} tokens, and was trained
+on rows of {trained[seq_len]}. `run.json` has all settings, `log.csv` every logged step.
 
 {use}
-{glue}
-All settings are in `run.json`, every logged step is in `log.csv`.
 """
-NATIVE = """```python
+NATIVE_USE = """```python
 from transformers import pipeline
 print(pipeline("fill-mask", model="{name}")("the capital of france is [MASK]."))
 ```
 
 The pipeline's `targets` look like `["Ġparis", "Ġrome"]`. Hidden states of `AutoModel` come before
 the final norm, whose weights are in `head.norm`."""
-OURS = """It is none of transformers' architectures: `model_folder.load("{name}")` reads it."""
 
 
 def write_card(folder, glue_table=()):
-    """Write README.md into a run's folder, unless it has one that is not ours.
-
-    glue_table: lines of markdown."""
-    folder = Path(folder)
-    path = folder / "README.md"
+    """Write README.md into a run's folder, unless it has somebody's own. glue_table: its lines."""
+    folder = Path(folder).resolve()
+    path, name, facts = folder / "README.md", folder.name, read_facts(folder)
     evaluations = [line for line in read_log(folder) if "val_loss_15" in line and line["step"]]
     is_ours = not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN)
-    facts = read_facts(folder)
-    if not evaluations or not facts or not is_ours:
+    if not (evaluations and facts and is_ours):
         return
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    is_native = config["model_type"] == "modernbert"
-    own = {"sources": [facts["corpus"]["source"]], "seq_len": facts["settings"]["seq_len"]}
-    trained = own | {"tokens": evaluations[-1]["tokens"]} | config.get("trained_on", {})
-    front = "library_name: transformers\npipeline_tag: fill-mask"
-    name = folder.resolve().name
-    text = CARD.format(
-        begin=CARD_BEGIN,
-        front=front if is_native else "library_name: nanocram",
-        name=name,
-        run=facts,
-        line=evaluations[-1],
-        hours=evaluations[-1]["elapsed_s"] / 3600,
-        sources=" and ".join(f"`{name}`" for name in dict.fromkeys(trained["sources"])),
-        longest=config["nanocram"]["max_seq_len"],
-        trained=trained,
-        use=(NATIVE if is_native else OURS).format(name=name),
-        glue="\n".join(["", "## GLUE, dev sets", "", *glue_table, ""]) if glue_table else "",
-    )
-    write_text(path, text)
+    line = evaluations[-1]
+    # an older folder does not say what it was trained on
+    trained = {"sources": [facts["corpus"]["source"]], "seq_len": facts["settings"]["seq_len"]}
+    trained |= {"tokens": line["tokens"]} | config.get("trained_on", {})
+    front = "library_name: nanocram"
+    use = f'It is none of transformers\' architectures: `model_folder.load("{name}")` reads it.'
+    if config["model_type"] == "modernbert":
+        front = "library_name: transformers\npipeline_tag: fill-mask"
+        use = NATIVE_USE.format(name=name)
+    if glue_table:
+        use = "\n".join([use, "", "## GLUE, dev sets", "", *glue_table])
+    sources = " and ".join(f"`{source}`" for source in dict.fromkeys(trained["sources"]))
+    values = {"begin": CARD_BEGIN, "front": front, "name": name, "use": use, "sources": sources}
+    values |= {"run": facts, "config": config["nanocram"], "trained": trained, "line": line}
+    write_text(path, CARD.format(**values, hours=line["elapsed_s"] / 3600))

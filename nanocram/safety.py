@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -100,15 +99,13 @@ class Signals(contextlib.ContextDecorator):
     stop = False  # bench.py and the tests ask without entering
 
     def __enter__(self):
-        self.stop = False
-        self.before = {}
+        self.stop, self.before = False, {}
         numbers = [signal.SIGINT, signal.SIGTERM]
         # Windows has no SIGHUP, and nohup ignores it: leave it so.
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
-        if threading.current_thread() is threading.main_thread():  # Python allows no other
+        with contextlib.suppress(ValueError):  # Python allows it in the main thread alone
             self.before = {number: signal.signal(number, self.handle) for number in numbers}
-        return self
 
     def __exit__(self, *error):
         for number, handler in self.before.items():

@@ -42,9 +42,8 @@ def read_ranks():
 
 
 def configure(namespace, argv=None, also=None):
-    """Set the settings in a script's globals(); return {name: default}.
-
-    An imported script keeps its defaults. also: another script, whose settings can be set too."""
+    """Set the settings in a script's globals(); one that is imported keeps its defaults. Returns
+    {name: default}. also: another script, whose settings can be set too."""
     if argv is None:
         argv = sys.argv[1:] if namespace["__name__"] == "__main__" else []
     prepare_streams()
@@ -52,9 +51,8 @@ def configure(namespace, argv=None, also=None):
     own = find_settings(namespace)
     defaults = {**(also.SETTINGS if also else {}), **own}
     if "--help" in argv or "-h" in argv:
-        print((namespace["__doc__"] or "").strip())  # python -OO drops it
-        for path in [script, also.__file__] if also else [script]:
-            print("\n" + config_block(path))
+        blocks = [config_block(path) for path in ([script, also.__file__] if also else [script])]
+        print((namespace["__doc__"] or "").strip(), *blocks, sep="\n\n")  # python -OO drops the doc
         sys.exit()
 
     values = dict(defaults)
@@ -65,12 +63,19 @@ def configure(namespace, argv=None, also=None):
             name, equals, text = arg.lstrip("-").partition("=")
             if not equals:
                 sys.exit(f"{arg}: write a setting as --name=value")
-            if name not in defaults:
-                refuse("command line", name, script, defaults)
-            values[name] = convert("command line", name, parse(text, defaults[name]), defaults)
             typed.add(name)
+            where, elsewhere = "command line", {}
+            given = {name: text}
         else:
-            run_recipe(arg, values, defaults, script)
+            where, elsewhere = arg, settings_of_all_scripts(script.parent)
+            given = run_recipe(arg, elsewhere | values, script.parent)
+        for name, value in given.items():
+            if name in values:
+                values[name] = convert(where, name, value, defaults[name])
+            elif name not in elsewhere:
+                near = difflib.get_close_matches(name, elsewhere | values, 1)
+                guess = f"did you mean {near[0]}?" if near else "--help lists them"
+                sys.exit(f"{where}: there is no setting {name}; {guess}")
 
     for name, value in values.items():
         if value != defaults[name]:
@@ -83,7 +88,9 @@ def check(namespace, allowed):
     """Exit at the first setting that is not allowed. allowed: {names: (least, most) or choices}."""
     for names, values in allowed.items():
         for name in names.split():
-            value = namespace[name]
+            value = namespace.get(name)
+            if value is None:
+                continue  # a fork has dropped it
             if isinstance(value, str):
                 holds, wanted = value in values, " or ".join(values)
             else:
@@ -96,68 +103,51 @@ def check(namespace, allowed):
 
 def find_settings(namespace):
     """{name: value} of the lower-case globals that are numbers, strings or True and False."""
-    return {
-        name: value
-        for name, value in namespace.items()
-        if name.islower() and name[0] != "_" and isinstance(value, int | float | str)
-    }
+    names = [name for name in namespace if name.islower() and name[0] != "_"]
+    return {k: namespace[k] for k in names if isinstance(namespace[k], int | float | str)}
 
 
-def run_recipe(path, values, defaults, script):
-    """Run a recipe and take from it into values what this script has as a setting."""
-    found = [place for place in (Path(path), script.parent / path) if place.exists()]
+def run_recipe(path, names, folder):
+    """Run a recipe, of here or of folder, with names; {name: value} of these and what it adds."""
+    found = [place for place in (Path(path), folder / path) if place.exists()]
     if not found:
         sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")
-    elsewhere = settings_of_all_scripts(script.parent)
-    names = {**elsewhere, **values}
+
+    def include(other):
+        """For recipes: begin with another one, whose path is seen from this one's folder."""
+        exec(compile((found[0].parent / other).read_bytes(), other, "exec"), after)
+
+    after = {**names, "include": include}
     try:
-        exec(compile(found[0].read_bytes(), path, "exec"), names)  # Python knows their encoding
+        exec(compile(found[0].read_bytes(), path, "exec"), after)  # Python knows their encoding
     except Exception as e:  # it is the user's Python: a typo, a missing name
         sys.exit(f"{path}: {type(e).__name__}: {e}")
-    for name in values:
-        values[name] = convert(path, name, names[name], defaults)
-    for name in find_settings(names):
-        if name not in values and name not in elsewhere:
-            refuse(path, name, script, {**elsewhere, **defaults})
+    return find_settings(after) | {name: after[name] for name in names}  # of any type
 
 
 def settings_of_all_scripts(folder):
     """{name: default} of the settings of the scripts in a folder, by their blocks of settings."""
     found = {}
-    for path in Path(folder).glob("*.py"):
+    for path in folder.glob("*.py"):
         if "configure(globals()" in path.read_text("utf-8", "replace"):
             with contextlib.suppress(Exception):  # an edit that needs what is imported above
                 exec(config_block(path), found)
     return find_settings(found)
 
 
-def parse(text, default):
-    """The value that was typed for a setting: strings as they are, the rest as in Python."""
-    if isinstance(default, str):
-        return text
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text  # convert() says which type it should be
-
-
-def convert(where, name, value, defaults):
-    """The value as the type of its default; exits if it is of another one."""
-    wanted = type(defaults[name])
+def convert(where, name, value, default):
+    """The value, or text that was typed, as the type of its default; exits if it is of another."""
+    wanted = type(default)
+    if where == "command line" and wanted is not str:
+        with contextlib.suppress(ValueError, SyntaxError):  # what is left is of the wrong type
+            value = ast.literal_eval(value)
     if wanted is float and type(value) is int:
         value = float(value)
     if wanted is int and type(value) is float and value.is_integer():
         value = int(value)  # batch_size = 0.5 * 4096
     if type(value) is not wanted:
-        example = f"like {defaults[name]!r}"
-        sys.exit(f"{where}: {name}={value!r} should be of type {wanted.__name__}, {example}")
+        sys.exit(f"{where}: {name}={value!r} should be of type {wanted.__name__}, like {default!r}")
     return os.path.expanduser(value) if wanted is str else value  # a shell leaves --model=~/x
-
-
-def refuse(where, name, script, known):
-    near = difflib.get_close_matches(name, known, 1)
-    guess = f"did you mean {near[0]}?" if near else f"python {script.name} --help lists them"
-    sys.exit(f"{where}: there is no setting {name}; {guess}")
 
 
 def config_block(path):

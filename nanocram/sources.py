@@ -30,13 +30,8 @@ def file_kind(path):
     return kind if is_read else None
 
 
-# The Hub
-
-
-@functools.cache
 def hub():
-    from huggingface_hub import HfFileSystem
-    from huggingface_hub.utils import logging
+    from huggingface_hub import HfFileSystem, logging
 
     logging.set_verbosity(logging.CRITICAL)  # prepare.py says what is to be said
     return HfFileSystem()
@@ -51,17 +46,14 @@ def hub_files(name):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
     path, _, config = name.partition(":")
-    fs = hub()
-    builder = datasets.load_dataset_builder(path, config or None)
-    splits = dict(builder.config.data_files or {})
+    splits = datasets.load_dataset_builder(path, config or None).config.data_files or {}
     if "train" not in splits:
         raise ValueError(f"it has no split 'train', but {', '.join(map(str, splits)) or 'none'}")
     files = [str(file) for file in splits["train"]]
-    unknown = [file for file in files if not file_kind(file)]
-    if unknown:
+    if unknown := [file for file in files if not file_kind(file)]:
         raise ValueError(f"{unknown[0]} is of no kind that is read")
     folders = sorted({os.path.dirname(file) for file in files})
-    sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in fs.ls(name)}
+    sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in hub().ls(name)}
     return [[file, sizes.get(file, 0)] for file in files]
 
 
@@ -77,9 +69,6 @@ def explain(error):
     }
     found = (hint for words, hint in hints.items() if re.search(rf"\b{words}", why, re.IGNORECASE))
     return why, next(found, "")
-
-
-# The texts of a file
 
 
 def open_bytes(path):
@@ -155,16 +144,14 @@ def json_texts(file, column):
                 raise ValueError(f"{json.dumps(record):.40} is no object: take it out")
             if names is None:
                 names = list(record)
-                lists = [name for name, value in record.items() if isinstance(value, list)]
+                lists = [name for name in names if isinstance(record[name], list)]
                 hint = f", or jq -c '.{lists[0]}[]' OLD > NEW.jsonl" if lists else ""
                 check_columns([column], names, hint)
-            text = record.get(column)
-            check_text(text, column)
+            yield check_text(record.get(column), column)
         except ValueError as e:  # of a JSONDecodeError its msg, without a line within the line
             where = f"record {number}" if is_list else f"line {number}"
             where += f", column {e.colno} is no whole object" if hasattr(e, "colno") else ""
             raise ValueError(f"{where}: {getattr(e, 'msg', e)}") from None
-        yield text
 
 
 def table_rows(file, path, columns):
@@ -218,14 +205,14 @@ def parquet_texts(file, column):
     check_columns([column], table.schema_arrow.names)
     for batch in table.iter_batches(256, columns=[column], use_threads=False):
         for text in batch.column(0).to_pylist():
-            check_text(text, column)
-            yield text
+            yield check_text(text, column)
 
 
 def check_text(text, column):
     if not isinstance(text, str | None):
         advice = "type --text_column=NAME, or make it a string or null"
         raise ValueError(f"{column!r} is {text!r:.40}, no text: {advice}")
+    return text
 
 
 def check_columns(columns, names, hint=""):

@@ -13,6 +13,7 @@ import unicodedata
 from pathlib import Path
 
 import numpy as np
+import tiktoken
 
 from nanocram import safety
 
@@ -98,9 +99,8 @@ def normaliser_steps(mode):
         steps += [replace(GONE, "")] + [replace(*pair) for pair in FOLD.items()]
         steps += [{"type": "NFKD"}, replace(NOT_ASCII, ""), {"type": "Lowercase"}]
         steps += [replace("``", '"', "String"), replace("''", '"', "String")]
-    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
-    prepend = {"type": "Prepend", "prepend": " "}
-    steps += [replace(SPACE, " "), strip, prepend, replace(BEFORE_PUNCTUATION, "")]
+    steps += [replace(SPACE, " "), {"type": "Strip", "strip_left": True, "strip_right": True}]
+    steps += [{"type": "Prepend", "prepend": " "}, replace(BEFORE_PUNCTUATION, "")]
     return {"type": "Sequence", "normalizers": steps}
 
 
@@ -122,15 +122,10 @@ def train_tokenizer(texts, size, mode, folder):
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), *strip])
     offsets = processors.ByteLevel(add_prefix_space=prefixed, trim_offsets=True, use_regex=False)
     single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
-    special = [("[CLS]", CLS), ("[SEP]", SEP)]
-    template = processors.TemplateProcessing(single, pair, special)
+    template = processors.TemplateProcessing(single, pair, [("[CLS]", CLS), ("[SEP]", SEP)])
     tokenizer.post_processor = processors.Sequence([offsets, template])
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=byte_level.alphabet(),
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*SPECIAL], show_progress=False)
+    trainer.initial_alphabet = byte_level.alphabet()
     tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
     got = tokenizer.get_vocab_size()
     if got < size:
@@ -142,11 +137,9 @@ def train_tokenizer(texts, size, mode, folder):
     # takes a piece that is an entry as it is. In the terms of tokenizer.json: every split of every
     # entry is a merge, in the order of the ids.
     vocab = spec["model"]["vocab"]
-    merges = []
-    for entry in sorted(vocab.keys() - SPECIAL.keys(), key=vocab.get):
-        for i in range(1, len(entry)):
-            if entry[:i] in vocab and entry[i:] in vocab:
-                merges.append([entry[:i], entry[i:]])
+    entries = sorted(vocab.keys() - SPECIAL.keys(), key=vocab.get)
+    splits = ([entry[:i], entry[i:]] for entry in entries for i in range(1, len(entry)))
+    merges = [[left, right] for left, right in splits if left in vocab and right in vocab]
     spec["model"] |= {"merges": merges, "ignore_merges": True}
     # A word of running text has the space before it in its token, so a [MASK] for it takes it too.
     # The other normalisations drop that space, this one would leave it as a token of its own.
@@ -170,15 +163,12 @@ class Tokenizer:
 
     def __init__(self, path):
         """Exits with one line if path is no tokenizer.json written by this file."""
-        import tiktoken
-
         try:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
-            known = [mode for mode in MODES if normaliser_steps(mode) == spec["normalizer"]]
-            is_ascii = "Lowercase" in str(spec["normalizer"])
-            self.mode = known[0] if known else "ascii" if is_ascii else "plain"
+            steps = spec["normalizer"]
+            self.mode = "ascii" if "Lowercase" in str(steps) else "plain" if steps else "none"
             self.normalise = functools.partial(normalise, mode=self.mode)
-            if not known:  # the stand-ins were others: the library applies them, more slowly
+            if steps != normaliser_steps(self.mode):  # an older file's: by the library, more slowly
                 from tokenizers import Tokenizer as Library
 
                 self.normalise = Library.from_file(str(path)).normalizer.normalize_str

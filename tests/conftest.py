@@ -2,6 +2,8 @@
 
 import gzip
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +28,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from forked import Server
 
-from nanocram import machine, runlog
+from model import MaskedLM
+from nanocram import machine, model_folder, runlog
 
 PLOT = runlog.plot
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
@@ -47,15 +51,25 @@ SMALL_MODEL = {
     "log_every": 2,
     "samples": "once upon a [MASK].",
 }
+# of random_model()
+SIZES = dict(vocab_size=90, max_seq_len=160, n_layer=3, n_head=2, n_embd=32, n_inner=24)
+
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+def flags(**settings):
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def command(name, *args, **settings):
+    """What a user would type for a script of ours."""
+    return [sys.executable, str(ROOT / name), *map(str, args), *flags(**settings)]
 
 
 def script(name, *args, cwd=ROOT, **settings):
-    """Run a script of ours as a user would; the process, stdout and stderr together as .stdout."""
-    flags = [f"--{k}={v}" for k, v in settings.items()]
-    command = [sys.executable, str(ROOT / name), *map(str, args), *flags]
-    return subprocess.run(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
-    )
+    """Run a script of ours; the process, stdout and stderr together as .stdout."""
+    return subprocess.run(command(name, *args, **settings), cwd=cwd, timeout=300, **PIPES)
 
 
 def last_line(process):
@@ -86,6 +100,14 @@ def data_dir(tmp_path_factory, corpus):
     return folder
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """Processes of Python that need no seconds to import torch."""
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def train(monkeypatch, data_dir, tmp_path):
     """The train module with the settings of a small run; set others with put()."""
@@ -114,6 +136,41 @@ def model_config(**changes):
     return replace(train.model_config(), **changes)
 
 
+def random_model(**changes):
+    """A small model whose every parameter is random, so that none can be left out unnoticed."""
+    torch.manual_seed(0)
+    model = MaskedLM(model_config(**(SIZES | changes))).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model
+
+
+def padded_batch(T):
+    """Tokens (3, T) of random_model() and their attention_mask; two rows are padded."""
+    torch.manual_seed(1)
+    mask = torch.ones(3, T, dtype=torch.long)
+    mask[1, T - 5 :] = 0
+    mask[2, 5:] = 0
+    return torch.randint(4, 90, (3, T)), mask
+
+
+def write_model(folder, data_dir, **changes):
+    """A small model folder with the vocabulary of data_dir, as train.py leaves one."""
+    sizes = SIZES | {"vocab_size": 600, "max_seq_len": 128, "n_layer": 2, "zero_init": False}
+    torch.manual_seed(0)
+    model_folder.save(MaskedLM(model_config(**(sizes | changes))), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(data_dir / name, folder / name)
+    return folder
+
+
+def table_cells(text):
+    """The cells of a markdown table's lines, but for its heading and the line below."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
 def new_run(amp_dtype=torch.float32):
     """A Run of train.py as it is set, on the CPU."""
     import train
@@ -139,54 +196,46 @@ def new_log(run):
     return runlog.Log(run, train.out_dir, train.data_dir, settings)
 
 
-# The official GLUE files: columns, which of them are the texts and the label, and the labels.
-PARSES = "index|promptID|pairID|genre|sentence1_binary_parse|sentence1_parse|"
-GENRES = "index|genre|filename|year|old_index|source1|source2|sentence1|sentence2|score"
-BOTH = ("sentence1", "sentence2")
+# The official GLUE files: their columns, a text's marked by *, the label's by =; and the labels.
+PAIR = "|sentence1*|sentence2*"
+PARSES = "index|promptID|pairID|genre|sentence1_binary_parse|sentence1_parse"
 ENTAILED = ("entailment", "not_entailment")
 OFFICIAL_FILES = {
-    "CoLA": ("source|label|mark|sentence", ("sentence",), ("0", "1")),
-    "SST-2": ("sentence|label", ("sentence",), ("0", "1")),
-    "MRPC": ("Quality|#1 ID|#2 ID|#1 String|#2 String", ("#1 String", "#2 String"), ("0", "1")),
-    "STS-B": (GENRES, BOTH, ()),
-    "QQP": (
-        "id|qid1|qid2|question1|question2|is_duplicate",
-        ("question1", "question2"),
-        ("0", "1"),
-    ),
-    "MNLI": (
-        PARSES + "sentence1|sentence2|label1|gold_label",
-        BOTH,
-        ("entailment", "neutral", "contradiction"),
-    ),
-    "QNLI": ("index|question|sentence|label", ("question", "sentence"), ENTAILED),
-    "RTE": ("index|sentence1|sentence2|label", BOTH, ENTAILED),
-    "WNLI": ("index|sentence1|sentence2|label", BOTH, ("0", "1")),
+    "CoLA": ("source|label=|mark|sentence*", "01"),
+    "SST-2": ("sentence*|label=", "01"),
+    "MRPC": ("Quality=|#1 ID|#2 ID|#1 String*|#2 String*", "01"),
+    "STS-B": ("index|genre|filename|year|old_index|source1|source2" + PAIR + "|score=", ""),
+    "QQP": ("id|qid1|qid2|question1*|question2*|is_duplicate=", "01"),
+    "MNLI": (PARSES + PAIR + "|label1|gold_label=", ("entailment", "neutral", "contradiction")),
+    "QNLI": ("index|question*|sentence*|label=", ENTAILED),
+    "RTE": ("index" + PAIR + "|label=", ENTAILED),
+    "WNLI": ("index" + PAIR + "|label=", "01"),
 }
-LABEL_COLUMNS = {"label", "Quality", "score", "is_duplicate", "gold_label"}
 
 
 def write_glue(folder, sentences, train=40, dev=12):
     """Files in the official layout, labels by the length of the first text; {(task, split):
     [(texts, label)]}."""
     written = {}
-    for task, (header, text_columns, labels) in OFFICIAL_FILES.items():
-        devs = ("dev_matched", "dev_mismatched") if task == "MNLI" else ("dev",)
+    for task, (columns, labels) in OFFICIAL_FILES.items():
+        splits = {"train": train, "dev": dev}
+        if task == "MNLI":
+            splits = {"train": train, "dev_matched": dev, "dev_mismatched": dev}
         (folder / task).mkdir(parents=True)
-        for at, split in enumerate(("train", *devs)):
-            if task == "MNLI" and at:
-                header = header.replace("label1|g", "label1|label2|label3|label4|label5|g")
-            columns = header.split("|")
-            lines = [] if task == "CoLA" else ["\t".join(columns)]
+        for at, (split, n) in enumerate(splits.items()):
+            if task == "MNLI" and at:  # all five annotators' labels
+                columns = columns.replace("label1|g", "label1|label2|label3|label4|label5|g")
+            lines = [] if task == "CoLA" else [re.sub("[*=]", "", columns).replace("|", "\t")]
             rows = written[task, split] = []
-            for i in range(dev if at else train):
-                numbers = (7 * i + at, 3 * i + at)[: len(text_columns)]
+            for i in range(n):
+                numbers = (7 * i + at, 3 * i + at)[: columns.count("*")]
                 texts = tuple(sentences[n % len(sentences)] for n in numbers)
                 length = len(texts[0])
                 label = labels[length % len(labels)] if labels else f"{length / 40:.3f}"
-                cells = dict.fromkeys(columns, "x") | dict.fromkeys(LABEL_COLUMNS, label)
-                cells |= dict(zip(text_columns, texts, strict=True))
-                lines.append("\t".join(cells[column] for column in columns))
+                cells = {"*": iter(texts), "=": iter([label])}
+                marks = [column[-1] for column in columns.split("|")]
+                line = [next(cells[mark]) if mark in cells else "x" for mark in marks]
+                lines.append("\t".join(line))
                 rows.append((texts, label))
             start = "\ufeff" if task == "MRPC" else ""
             text = start + "\n".join(lines) + "\n"

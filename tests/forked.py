@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 SERVER = """
-import gc, json, os, sys
-import MODULES
+import gc, json, os, sys, torch, torch._dynamo
 gc.freeze()  # or each process goes through all that is imported
 for line in sys.stdin:
     folder, code, argv = json.loads(line)
@@ -29,10 +28,10 @@ SCRIPT = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
 class Server:
     """The process that is forked. It must have imported nothing of ours."""
 
-    def __init__(self, folder, modules="torch, torch._dynamo"):
+    def __init__(self, folder):
         self.said = Path(folder) / "said.txt"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER.replace("MODULES", modules)],
+            [sys.executable, "-c", SERVER],
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -76,22 +76,15 @@ def test_rows_wrap_and_stay_in_order(tmp_path):
 def test_data_that_is_not_what_it_was_is_one_line(data_dir, tmp_path):
     folder = shutil.copytree(data_dir, tmp_path / "data")
     train_bin, val_bin = (folder / name for name in ("train.bin", "val.bin"))
-
-    def refused(named, **wanted):
-        with pytest.raises(SystemExit, match=named) as end:
-            load_meta(folder, **wanted)
-        assert "\n" not in str(end.value)
-
-    refused("type --vocab_size=600", vocab_size=32768)
     rows = Rows(train_bin, 128)
     whole = train_bin.read_bytes()
     train_bin.write_bytes(whole[:-256])
-    refused(r"train\.bin")
-    with pytest.raises(SystemExit, match=r"train\.bin cannot be read to its end"):
+    with pytest.raises(SystemExit, match=r"^.*train\.bin .*run python prepare\.py.*$"):
+        load_meta(folder)
+    with pytest.raises(SystemExit, match=r"^.*train\.bin cannot be read to its end.*$"):
         rows.read(len(rows) - 1, 1)  # it shrank in mid-run
     train_bin.write_bytes(whole)
     load_meta(folder)
     val_bin.write_bytes(val_bin.read_bytes()[:-2] + b"\0\1")
-    refused(r"val\.bin")
-    (folder / "meta.json").unlink()
-    refused(r"run python prepare\.py --data_dir=")
+    with pytest.raises(SystemExit, match=r"^.*val\.bin .*run python prepare\.py.*$"):
+        load_meta(folder)

@@ -3,16 +3,17 @@
 The long ones: python -m pytest -m slow -s tests/test_faults.py
 """
 
+import functools
 import os
 import pickle
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SMALL_MODEL, new_log, new_run, put
@@ -31,11 +32,18 @@ def start(out, data_dir, preexec_fn=None, **changes):
     return subprocess.Popen(command, preexec_fn=preexec_fn, **streams)
 
 
-def wait_for(path, process):
+def wait_for(is_so, process, pause=0.02):
+    """Until is_so(), while the process lives."""
     end = time.monotonic() + 120
-    while not path.exists():
+    while not is_so():
         assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
+        time.sleep(pause)
+
+
+def saved_at(out):
+    """When the checkpoint was written; 0 if there is none."""
+    path = out / "ckpt.pt"
+    return path.stat().st_mtime if path.exists() else 0
 
 
 def whole(out):
@@ -44,70 +52,58 @@ def whole(out):
     return torch.load(out / "ckpt.pt", weights_only=True)["state"]
 
 
-@pytest.fixture(scope="module")
-def run_of_3_steps(tmp_path_factory, data_dir):
-    """Its folder."""
-    out = tmp_path_factory.mktemp("run") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        folders = {"data_dir": str(data_dir), "out_dir": str(out)}
-        put(patch, module, **(SMALL_MODEL | folders | {"max_steps": 3, "samples": ""}))
-        module.main()
-    return out
+@pytest.fixture
+def run_of_3_steps(train, monkeypatch):
+    """Its folder; train.main() would go on to nine steps."""
+    put(monkeypatch, train, max_steps=3, samples="")
+    train.main()
+    # a resume may set the optimizer to the checkpoint's: put() takes that back
+    put(monkeypatch, train, init="resume", max_steps=9, optimizer=train.optimizer)
+    return Path(train.out_dir)
 
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment(tmp_path, data_dir):
     """A run that is killed 30 times ends as if it had not been: the same log, the same weights."""
-    settings = {"max_steps": 400, "dropout": 0.1, "checkpoint_minutes": 1e-9, "evals": 40}
+    settings = {"max_steps": 400, "dropout": 0.1, "evals": 40, "checkpoint_minutes": 1e-9}
     last = settings | {"checkpoint_minutes": 0.0}
-    undisturbed = start(tmp_path / "undisturbed", data_dir, **last)
-    assert undisturbed.wait(600) == 0, undisturbed.communicate()[0]
-    out, rng, kills, while_writing = tmp_path / "out", random.Random(0), 0, 0
-
-    def last_save():
-        return (out / "ckpt.pt").stat().st_mtime_ns if (out / "ckpt.pt").exists() else 0
-
-    while kills < 30:
-        before = last_save()
-        process = start(out, data_dir, init="resume" if before else "scratch", **settings)
-        if kills % 3 == 0:  # from the start of its life, imports and all
+    out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
+    rng, while_writing = random.Random(0), 0
+    for kill in range(30):
+        before = saved_at(out)
+        process = start(out, data_dir, init="auto", **settings)
+        if kill % 3 == 0:  # from the start of its life, imports and all
             time.sleep(rng.uniform(0, 5))
         else:
-            while process.poll() is None and last_save() in (0, before):
-                time.sleep(0.01)
+            wait_for(lambda before=before: saved_at(out) > before, process)
             time.sleep(rng.uniform(0, 0.9))  # while it trains, evaluates or saves
-            while kills % 3 == 2 and process.poll() is None and not any(out.glob("*.tmp")):
-                pass  # while a file is being written
+        if kill % 3 == 2:  # while a file is being written
+            wait_for(lambda: any(out.glob("*.tmp")), process, 0)
         assert process.poll() is None, process.communicate()[0]
         process.kill()
         process.communicate()
-        kills += 1
         while_writing += any(out.glob("*.tmp"))
-        if (out / "ckpt.pt").exists():
+        if saved_at(out):
             whole(out)
     assert while_writing
-    process = start(out, data_dir, init="resume", **last)
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    assert {p.name for p in out.iterdir()} == {p.name for p in (tmp_path / "undisturbed").iterdir()}
-    rows, others = (
-        [{**row, "elapsed_s": 0} for row in runlog.read_log(folder)]
-        for folder in (out, tmp_path / "undisturbed")
-    )
-    assert rows == others
-    a, b = (load_file(o / "model.safetensors") for o in (out, tmp_path / "undisturbed"))
+    for folder in (out, undisturbed):
+        process = start(folder, data_dir, init="auto", **last)
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+    assert {p.name for p in out.iterdir()} == {p.name for p in undisturbed.iterdir()}
+    logs = [[row | {"elapsed_s": 0} for row in runlog.read_log(o)] for o in (out, undisturbed)]
+    assert logs[0] == logs[1]
+    a, b = (load_file(o / "model.safetensors") for o in (out, undisturbed))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-    print(f"\n{kills} kills, {while_writing} of them while a file was being written")
+    print(f"\n30 kills, {while_writing} of them while a file was being written")
 
 
-def test_a_full_disk(run_of_3_steps, train, monkeypatch, data_dir):
+def test_a_full_disk(run_of_3_steps, train, data_dir):
     """Files may not grow beyond 20 kB: what was there stands, each failure is one line, and the run
     can go on later."""
     resource = pytest.importorskip("resource", reason="there is none on Windows")
-    out = Path(train.out_dir)
-    shutil.copytree(run_of_3_steps, out)
-    large = [p for p in out.iterdir() if p.suffix in (".pt", ".safetensors", ".png")]
-    before = {path: path.read_bytes() for path in large}
+    out = run_of_3_steps
+    before = {path: path.read_bytes() for path in (out / "ckpt.pt", out / "model.safetensors")}
     assert min(map(len, before.values())) > 20_000 > (out / "log.csv").stat().st_size
 
     def limit():
@@ -117,8 +113,7 @@ def test_a_full_disk(run_of_3_steps, train, monkeypatch, data_dir):
     said, _ = full.communicate(timeout=200)
     assert full.returncode == 1 and "Traceback" not in said, said
     assert str(out) in next(line for line in said.splitlines() if line.startswith("WARNING"))
-    assert before == {path: path.read_bytes() for path in large} and not list(out.glob("*tmp*"))
-    put(monkeypatch, train, max_steps=9, init="resume", samples="")
+    assert before == {path: path.read_bytes() for path in before} and not list(out.glob("*tmp*"))
     train.main()
     assert whole(out)["step"] == 9
 
@@ -129,7 +124,7 @@ def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data
     out = tmp_path / "out"
     process = start(out, data_dir, max_steps=100000)
     try:
-        wait_for(out / "ckpt.pt", process)
+        wait_for((out / "ckpt.pt").exists, process)
         process.stdout.close()
         link = tmp_path / "link"
         link.symlink_to(out)
@@ -137,10 +132,7 @@ def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data
         said, _ = second.communicate(timeout=200)
         assert second.returncode == 1 and "another process writes to" in said.splitlines()[-1]
         reached = runlog.read_log(out)[-1]["step"]
-        end = time.monotonic() + 120
-        while runlog.read_log(out)[-1]["step"] < reached + 20 and time.monotonic() < end:
-            time.sleep(0.1)
-        assert process.poll() is None
+        wait_for(lambda: runlog.read_log(out)[-1]["step"] >= reached + 20, process)
         process.send_signal(signal.SIGINT)
         process.wait(120)
     finally:
@@ -157,22 +149,17 @@ with safety.Signals():
 """
 
 
-def waiter(*wrapper):
-    """A process that says a line on stderr at each signal that it heeds."""
-    command = [*wrapper, sys.executable, "-c", WAITER]
-    options = {"cwd": ROOT, "text": True, "stdin": subprocess.DEVNULL}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # Not what pytest may have from a nohup of its own.
-    options["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    process = subprocess.Popen(command, **options)
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def test_a_second_signal_ends_a_run_but_not_at_once():
-    """A batch system and torchrun may both send one; a user who is out of patience comes later."""
-    process = waiter()
+def test_signals():
+    """nohup keeps a closed terminal from ending a run. A batch system and torchrun may both send a
+    signal: a second one ends it, but not at once, since a user out of patience comes later."""
+    command = ["nohup", sys.executable, "-c", WAITER]
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL, **streams)
     try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.stderr.readline()
         process.send_signal(signal.SIGTERM)
@@ -183,16 +170,7 @@ def test_a_second_signal_ends_a_run_but_not_at_once():
             process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
         assert process.returncode == -signal.SIGTERM
-    finally:
-        process.kill()
-
-
-def test_nohup_keeps_a_closed_terminal_from_ending_a_run():
-    process = waiter("nohup")
-    try:
-        process.send_signal(signal.SIGHUP)
-        time.sleep(0.5)
-        assert process.poll() is None
+        assert process.stderr.read().count("stopping") == 1  # SIGHUP was none of them
     finally:
         process.kill()
 
@@ -216,11 +194,18 @@ def test_errors_of_the_machine_are_one_line_and_bugs_keep_their_trace(what, line
     assert ("Traceback" in said) == (not line) and ("\n" in said) == (not line)
 
 
-def test_weights_that_are_not_finite_replace_no_checkpoint(train, capsys):
+def test_what_no_resume_could_use_replaces_no_checkpoint(train, capsys):
+    """Weights that are not finite, and what torch.load() refuses, of a fork's State."""
     run = new_run()
     log = new_log(run)
     assert module.save(run, log)
     before = (log.folder / "ckpt.pt").read_bytes()
+    with pytest.raises(AttributeError):
+        run.state.means = {}  # no field: it would not come back
+    run.state.last = {"count": np.float64(1.5)}
+    assert not module.save(run, log)
+    assert "cannot be read again: Unsupported global" in capsys.readouterr().out
+    run.state.last = {}
     run.model.decoder.bias.data[3] = float("nan")
     assert not module.save(run, log)
     assert "decoder.bias" in capsys.readouterr().out
@@ -240,58 +225,36 @@ class Bomb:
         return os.mkdir, (self.path,)
 
 
-@pytest.fixture
-def resumed(train, monkeypatch, run_of_3_steps):
-    """resumed(change): train.py goes on from ckpt.pt after change(its content) or as those bytes;
-    what it says in refusal, '' if it does not."""
-    out = Path(train.out_dir)
-    shutil.copytree(run_of_3_steps, out)
-    # a resume may set the optimizer to the checkpoint's: put() takes that back
-    put(monkeypatch, train, init="resume", max_steps=5, samples="", optimizer=train.optimizer)
-
-    def resume(change=None, content=b""):
-        path = out / "ckpt.pt"
-        if change:
-            ckpt = torch.load(run_of_3_steps / "ckpt.pt", weights_only=True)
-            change(ckpt)
-            torch.save(ckpt, path)
-        else:
-            path.write_bytes(content)
-        try:
-            train.main()
-        except SystemExit as end:
-            assert (out / "log.csv").read_bytes() == (run_of_3_steps / "log.csv").read_bytes()
-            assert "ckpt.pt" in str(end) and "\n" not in str(end)
-            return str(end)
-        return ""
-
-    return resume
+def refusal(folder, content):
+    """What train.main() says of a folder with that ckpt.pt, bytes or a dict, in one line."""
+    log = (folder / "log.csv").read_bytes()
+    with open(folder / "ckpt.pt", "wb") as f:
+        f.write(content) if isinstance(content, bytes) else torch.save(content, f)
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert (folder / "log.csv").read_bytes() == log
+    assert "ckpt.pt" in str(end.value) and "\n" not in str(end.value)
+    return str(end.value)
 
 
-NAME = "model.layers.1.attn.Wq.weight"
+def test_a_checkpoint_that_does_not_fit_is_one_line(run_of_3_steps):
+    refused = functools.partial(refusal, run_of_3_steps)
+    ckpt = torch.load(run_of_3_steps / "ckpt.pt", weights_only=True)
+    other_shape = {"model.layers.1.attn.Wq.weight": torch.ones(3, 4)}
+    assert "does not fit" in refused(ckpt | {"model": ckpt["model"] | other_shape})
+    assert "does not fit" in refused(ckpt | {"optimizers": ckpt["optimizers"][:1]})
+    assert "does not fit" in refused(ckpt | {"config": ckpt["config"] | {"n_layer": 3}})
+    assert "--data_dir" in refused(ckpt | {"data": "0"})
+    assert "damaged" in refused({})
+    assert "does not fit" in refused(ckpt | {"optimizer": "adamw"})  # which is taken over
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda c: c["model"].update({NAME: torch.ones(3, 4)}), "does not fit"),
-        (lambda c: c["optimizers"].pop(), "does not fit"),
-        (lambda c: c.update(data="0"), "--data_dir"),
-        (lambda c: c["config"].update(n_layer=3), "does not fit"),
-        (lambda c: c.update(optimizer="adamw"), "does not fit"),
-        (lambda c: c.clear(), "damaged"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_is_one_line(resumed, change, named):
-    assert named in resumed(change)
-
-
-def test_a_damaged_checkpoint_is_one_line_and_executes_nothing(resumed, run_of_3_steps, tmp_path):
-    good = (run_of_3_steps / "ckpt.pt").read_bytes()
+def test_a_damaged_checkpoint_is_one_line_and_executes_nothing(run_of_3_steps, tmp_path):
+    path = run_of_3_steps / "ckpt.pt"
+    good, ckpt = path.read_bytes(), torch.load(path, weights_only=True)
     bomb = Bomb(tmp_path / "exploded")
-    for content in (b"", good[:1000], good[:-1000], pickle.dumps(bomb, 2)):
-        assert "damaged" in resumed(content=content)
-    assert "damaged" in resumed(lambda ckpt: ckpt.update(state=bomb))
+    for content in (b"", good[:1000], good[:-1000], pickle.dumps(bomb, 2), ckpt | {"state": bomb}):
+        assert "damaged" in refusal(run_of_3_steps, content)
     assert not (tmp_path / "exploded").exists()
     pickle.loads(pickle.dumps(bomb, 2))
     assert (tmp_path / "exploded").exists()  # it would have

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
+from conftest import table_cells
 
 from nanocram import glue
 
@@ -46,56 +47,41 @@ def test_every_official_file_is_read(glue_files):
     for name, task in glue.TASKS.items():
         for split in task.rows:
             texts, labels = glue.read(name, split, folder)
-            wanted = written[task.folder, split]
-            assert texts == [pair for pair, _ in wanted]
             names = [task.labels[n] if task.labels else f"{n:.3f}" for n in labels]
-            assert names == [label for _, label in wanted]
+            assert list(zip(texts, names, strict=True)) == written[task.folder, split]
             assert labels.dtype == (np.int64 if task.labels else np.float64)
-
-
-ROWS = [
-    ('"an opening quote', "and a \x85 strange\u2028line end"),
-    ('two "" marks"', "x"),
-    ("", "an empty first"),
-    ("é", "ü \x1c"),
-]
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\n"])
 def test_nothing_in_a_line_is_special_but_tabs(tmp_path, end):
-    lines = [
-        "index\tsentence1\tsentence2\tlabel",
-        *(f"{i}\t{a}\t{b}\tentailment" for i, (a, b) in enumerate(ROWS)),
-        "9\ttoo few columns",  # as a few of QQP's official rows; the Hub has left them out, too
+    rows = [
+        ('"an opening quote', "and a \x85 strange\u2028line end"),
+        ('two "" marks"', ""),
+        ("é", "ü \x1c"),
     ]
+    lines = ["index\tsentence1\tsentence2\tlabel", "9\ttoo few columns"]  # as QQP has a few
+    lines += [f"{i}\t{a}\t{b}\tentailment" for i, (a, b) in enumerate(rows)]
     data = end.join(lines).encode()  # without a line end behind the last
     (tmp_path / "RTE").mkdir()
     (tmp_path / "RTE/dev.tsv").write_bytes(data)
     texts, labels = glue.read("rte", "dev", tmp_path)
-    assert texts == ROWS and labels.tolist() == [0] * len(ROWS)
-
-
-RTE = "index\tsentence1\tsentence2\tlabel\n"
-STSB = "sentence1\tsentence2\tscore\na\tb\t"
+    assert texts == rows and labels.tolist() == [0] * len(rows)
 
 
 @pytest.mark.parametrize(
-    ("task", "content", "named"),
+    ("task", "rows", "named"),
     [
-        ("rte", RTE, "RTE"),
-        ("rte", RTE + "0\ta\tb\tmaybe", "line 2"),
-        ("stsb", STSB + "nan", "nan"),
+        ("rte", "", "not one row"),
+        ("rte", "0\ta\tb\tmaybe", "line 2"),
+        ("stsb", "0\ta\tb\tnan", "line 2.*nan"),
     ],
 )
-def test_a_broken_file_is_one_line(tmp_path, task, content, named):
+def test_a_broken_file_is_one_line(tmp_path, task, rows, named):
     path = tmp_path / glue.TASKS[task].folder / "dev.tsv"
     path.parent.mkdir()
-    path.write_text(content)
-    for split, wanted in (("dev", named), ("train", "train.tsv not found")):
-        with pytest.raises(SystemExit) as e:
-            glue.read(task, split, tmp_path)
-        text = str(e.value)
-        assert wanted in text and glue.TASKS[task].folder in text and "\n" not in text
+    path.write_text(f"index\tsentence1\tsentence2\t{glue.TASKS[task].label}\n{rows}")
+    with pytest.raises(SystemExit, match=f"^.*{path.parent.name}.*{named}.*$"):
+        glue.read(task, "dev", tmp_path)
 
 
 # The table and the store
@@ -111,11 +97,10 @@ def runs(name="x", seed=0, **scores):
 
 def cells(name, some_runs):
     """The cells of a line of the table, by the heading of their column."""
-    lines = [line for line in glue.table(some_runs).splitlines() if line.startswith("| ")]
-    assert len({len(line) for line in lines}) == 1  # aligned
-    (line,) = [line for line in lines if line.startswith(f"| {name}")]
-    both = [[cell.strip() for cell in row.split("|")[1:-1]] for row in (lines[0], line)]
-    return dict(zip(*both, strict=True))
+    text = glue.table(some_runs)
+    assert len({len(line) for line in text.splitlines() if line.startswith("| ")}) == 1  # aligned
+    (line,) = [line for line in table_cells(text) if line[0].startswith(name)]
+    return dict(zip(["name", *glue.NINE, "mean of 9"], line, strict=True))
 
 
 FULL = {
@@ -130,58 +115,50 @@ FULL = {
 }
 
 
-def test_the_mean_is_of_the_nine_numbers():
-    nine = (50 + 90 + 88 + 86 + 87 + 82 + 83 + 89 + 60) / 9
+def test_the_mean_is_of_the_nine_numbers_and_what_is_partial_is_marked():
     row = cells("x", runs(**FULL, wnli={"accuracy": 1.0}))
-    assert row["mean of 9"] == f"{nine:.1f}"
+    assert row["mean of 9"] == f"{(50 + 90 + 88 + 86 + 87 + 82 + 83 + 89 + 60) / 9:.1f}"
     assert row["MRPC"] == "88.0" and row["MNLI-mm"] == "83.0" and row["RTE"] == "60.0"
     some = cells("x", runs(mnli=FULL["mnli"], cola=FULL["cola"]))
     assert some["mean of 9"] == f"{(50 + 82 + 83) / 3:.1f} (3 of 9)" and some["RTE"] == "–"
+    partial = runs(**FULL)
+    partial[4]["rows"] = {"train": 100, "dev": 40430}
+    row = cells("x", partial)
+    assert (row["QQP"], row["MNLI-m"], row["mean of 9"]) == ("87.0*", "82.0", "79.4*")
+    assert "QQP: 100 of 363,846 train rows" in glue.table(partial)
+    # medians never mix runs on a part of the data with runs on all of it
+    assert cells("x", partial + runs(seed=1, qqp={"f1": 50.0, "accuracy": 50.0}))["QQP"] == "50.0"
 
 
 def test_medians_are_over_seeds_and_score_by_score():
     three = []
     for seed, f1 in enumerate((70.0, 95.0, 80.0)):
         three += runs(seed=seed, mrpc={"f1": f1, "accuracy": 100 - f1})
-    assert cells("x", three)["MRPC"] == "80.0"
+    assert cells("x", three)["MRPC"] == "80.0" and cells("x", three)["name"] == "x; seeds: 3"
     assert glue.median(three, "accuracy") == 20
-    assert cells("x", three)["GLUE, dev sets"] == "x; seeds: 3"
-
-
-def test_the_table_marks_what_is_partial():
-    partial = runs(**FULL)
-    partial[4]["rows"] = {"train": 100, "dev": 40430}
-    row = cells("x", partial)
-    assert (row["QQP"], row["MNLI-m"], row["mean of 9"]) == ("87.0*", "82.0", "79.4*")
-    assert "QQP: 100 of 363,846 train rows" in glue.table(partial)
-    assert "*" not in "".join(cells("x", runs(**FULL)).values())
-    # medians never mix runs on a part of the data with runs on all of it
-    assert cells("x", partial + runs(seed=1, qqp={"f1": 50.0, "accuracy": 50.0}))["QQP"] == "50.0"
-
-
-def test_a_seed_that_diverged_is_said_and_left_out():
-    some = [run for seed in range(3) for run in runs(seed=seed, rte={"accuracy": 60.0 + seed})]
-    some[0]["scores"] = {}
-    assert cells("x", some)["RTE"] == "61.5*"
-    assert "RTE: 1 of 3 seeds diverged" in glue.table(some)
+    three[0]["scores"] = {}  # it diverged
+    assert cells("x", three)["MRPC"] == "87.5*"
 
 
 def test_a_run_that_is_added_again_replaces_the_first(tmp_path):
     for score in (50.0, 60.0):
         for seed in range(2):
-            for run in runs(seed=seed, rte={"accuracy": score + seed}):
-                glue.add_runs(tmp_path, run)
+            glue.add_runs(tmp_path, *runs(seed=seed, rte={"accuracy": score + seed}))
     stored = glue.read_runs(tmp_path)
     assert [run["scores"]["accuracy"] for run in stored.values()] == [60.0, 61.0]
-    lines = (tmp_path / "glue.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == list(stored.values())
+    path = tmp_path / "glue.jsonl"
+    assert [json.loads(line) for line in path.read_text().splitlines()] == list(stored.values())
     assert "60.5" in (tmp_path / "glue.md").read_text()
+    # a line that is no run is named, and stays
+    path.write_text("precious\n")
+    with pytest.raises(SystemExit, match="line 1 is no run"):
+        glue.add_runs(tmp_path, *runs(rte=FULL["rte"]))
+    assert path.read_text() == "precious\n"
 
 
 def add_ten(folder, seed):
     for i in range(10):
-        for run in runs(seed=10 * seed + i, rte={"accuracy": 50.0}):
-            glue.add_runs(folder, run)
+        glue.add_runs(folder, *runs(seed=10 * seed + i, rte={"accuracy": 50.0}))
 
 
 def test_processes_that_add_runs_at_once_lose_none(tmp_path):
@@ -193,11 +170,3 @@ def test_processes_that_add_runs_at_once_lose_none(tmp_path):
         process.join()
     assert sorted(run["seed"] for run in glue.read_runs(tmp_path).values()) == [*range(30)]
     assert "; seeds: 30 " in (tmp_path / "glue.md").read_text()
-
-
-def test_a_line_that_is_no_run_is_named_and_stays(tmp_path):
-    path = tmp_path / "glue.jsonl"
-    path.write_text("precious\n")
-    with pytest.raises(SystemExit, match="line 1 is no run"):
-        glue.add_runs(tmp_path, runs(rte=FULL["rte"])[0])
-    assert path.read_text() == "precious\n"

@@ -8,13 +8,8 @@ import torch
 from nanocram.muon import Muon
 
 
-def matrices(shapes, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-
-
-def random_like(matrix, seed):
-    return torch.randn(matrix.shape, generator=torch.Generator().manual_seed(seed))
+def random(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 SHAPES_OF_A_MODEL = [(128, 128)] * 6 + [(512, 128)] * 2 + [(128, 256)] * 2
@@ -24,7 +19,8 @@ ODD_SHAPES = [(1, 1), (40, 7), (7, 40), (1, 30), (40, 7), (13, 13)]
 @pytest.mark.parametrize(("shapes", "tolerance"), [(SHAPES_OF_A_MODEL, 0), (ODD_SHAPES, 2e-3)])
 def test_equal_to_torchs_and_loads_its_state(shapes, tolerance):
     """To the bit at a model's shapes. Elsewhere bfloat16 may add up in another order."""
-    ours, theirs = matrices(shapes, 0), matrices(shapes, 0)
+    ours = [torch.nn.Parameter(random(shape, i)) for i, shape in enumerate(shapes)]
+    theirs = copy.deepcopy(ours)
     options = {"lr": 0.03, "weight_decay": 0.1}
     optimizers = [Muon(ours, **options), torch.optim.Muon(theirs, **options)]
     for step in range(4):
@@ -34,7 +30,7 @@ def test_equal_to_torchs_and_loads_its_state(shapes, tolerance):
             groups = optimizers[0].state_dict()["param_groups"]
             optimizers[0].load_state_dict({"state": saved, "param_groups": groups})
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            gradient = random_like(a, 1000 * step + i)
+            gradient = random(a.shape, 1000 * step + i)
             a.grad, b.grad = (None, None) if i == 3 else (gradient, gradient.clone())
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 0.03 / (step + 1)
@@ -60,9 +56,9 @@ def quintic(matrix):
 )
 def test_a_step_follows_the_formula_in_float64(shape, dtype, size, tolerance):
     """In float16 at any size of the gradient: its square must not become 0."""
-    (weight,) = matrices([shape], 5)
+    weight = torch.nn.Parameter(random(shape, 5))
     before = weight.detach().double()
-    weight.grad = size * random_like(weight, 6)
+    weight.grad = size * random(shape, 6)
     Muon([weight], lr=0.1, momentum=0.0, dtype=dtype).step()
     step = 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * quintic(weight.grad)
     assert (before - weight.double() - step).norm() < tolerance * step.norm()

@@ -5,11 +5,11 @@ import re
 
 import pytest
 import torch
-from conftest import model_config, new_log, new_run, put
+from conftest import model_config, new_run, put
 
 import train as module
 from model import MaskedLM, make_loss
-from nanocram import checkpoint, machine, offload, runlog
+from nanocram import machine, offload, runlog
 from nanocram.offload import Streamed
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def setting(train, monkeypatch):
     """Set globals of train.py, whose model has gradients that are nowhere zero."""
     change = functools.partial(put, monkeypatch, module)
-    change(zero_init=False, dropout=0.1, max_steps=5, evals=2, optimizer="adamw")
+    change(zero_init=False, dropout=0.1, evals=2, optimizer="adamw")
     return change
 
 
@@ -34,40 +34,33 @@ def streamed_of(run):
     return run.model.forward.__self__
 
 
-def weights_of(run):
-    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
-
-
 def assert_equal(tensors, others):
     assert tensors.keys() == others.keys() and tensors
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dtype": "bfloat16", "head_transform": True},
-        {"n_layer": 4, "batch_size": 24},
-    ],
-)
-def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, capsys, settings):
-    """Weights after a run with batch ramp, dropout and clipping, losses, optimisers, guesses."""
-    setting(**settings)
-    ends, rows, guesses = [], [], []
-    for on_host in (False, True):
-        out = tmp_path / f"{on_host}"
-        setting(offload=on_host, out_dir=str(out))
+def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, capsys):
+    """Weights, optimisers, losses and guesses after a ramp, dropout and clipping; whichever part of
+    the run, before a resume or after it, is offloaded."""
+    setting(dtype="bfloat16", head_transform=True, n_layer=3, batch_size=24, eval_rows=8)
+    ends = []
+    for first, second in ((False, False), (True, False), (False, True)):
+        out = tmp_path / f"{first}{second}"
+        setting(offload=first, out_dir=str(out), init="scratch", max_steps=3)
         module.main()
-        ends.append(torch.load(out / "ckpt.pt", weights_only=True))
-        rows.append([row | {"elapsed_s": 0} for row in runlog.read_log(out)])
-        guesses.append(re.findall(r"^ *once upon a \[MASK\]\..*", capsys.readouterr().out, re.M))
-    assert rows[0] == rows[1] and rows[0][-1]["step"] == 5
-    assert guesses[0] == guesses[1] != []
-    plain, other = ends
-    assert_equal(plain["model"], other["model"])
-    for ours, theirs in zip(plain["optimizers"], other["optimizers"], strict=True):
-        for key in ours["state"]:
-            assert_equal(ours["state"][key], theirs["state"][key])
+        setting(offload=second, init="resume", max_steps=5)
+        module.main()
+        rows = [row | {"elapsed_s": 0} for row in runlog.read_log(out)]
+        guesses = re.findall(r"^ *once upon a \[MASK\]\..*", capsys.readouterr().out, re.M)
+        ends.append((torch.load(out / "ckpt.pt", weights_only=True), rows, guesses))
+    (plain, rows, guesses), *others = ends
+    assert rows[-1]["step"] == 5 and len(guesses) > 2
+    for ckpt, other_rows, other_guesses in others:
+        assert (other_rows, other_guesses) == (rows, guesses)
+        assert_equal(ckpt["model"], plain["model"])
+        for ours, theirs in zip(ckpt["optimizers"], plain["optimizers"], strict=True):
+            for key in ours["state"]:
+                assert_equal(ours["state"][key], theirs["state"][key])
 
 
 NARROW = {"post_norm": True, "n_narrow": 3, "linear_bias": True, "activation": "relu2"}
@@ -109,55 +102,31 @@ def test_gradients_are_the_plain_models(switches):
             assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_a_run_goes_on_with_and_without_offload(setting, tmp_path):
-    """Three steps offloaded and two plain are five plain ones, and the other way round."""
-    ends = []
-    for first, second in ((False, False), (True, False), (False, True)):
-        setting(offload=first, out_dir=str(tmp_path / f"{first}{second}"))
-        run = new_run()
-        for i in range(3):
-            step(run, i / 5)
-        path = new_log(run).folder / "ckpt.pt"
-        checkpoint.save(run, path, "adamw")
-        setting(offload=second)
-        run = new_run()
-        checkpoint.load(run, path)
-        for i in range(3, 5):
-            step(run, i / 5)
-        ends.append(weights_of(run))
-    assert_equal(ends[0], ends[1])
-    assert_equal(ends[0], ends[2])
-
-
 def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
     """A step after it is a fresh run's."""
     setting(offload=True)
     tried, fresh = new_run(), new_run()
-    get_sums = streamed_of(tried).get_sums
 
-    def out_of_memory_in_block_0(i):
-        if i == 0:
-            raise torch.OutOfMemoryError("out of memory")
-        get_sums(i)
+    def no_memory(group):
+        raise torch.OutOfMemoryError("out of memory")
 
     loss = tried.loss_fn(*module.masked_batch(tried, 64, (128, 20)))["loss"]
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(streamed_of(tried), "get_sums", out_of_memory_in_block_0)
+        patch.setattr(streamed_of(tried), "copy_to_host", no_memory)  # after the last block
         loss.backward()
     tried.model.zero_grad()
     assert step(tried, 0.9) == step(fresh, 0.9)
 
 
 def test_device_memory_holds_two_blocks(setting):
-    """Of weights and of gradients; both are there once for all."""
+    """Of weights and of gradients, beside what is outside of the blocks."""
     setting(offload=True, n_layer=5)
-    streamed = streamed_of(new_run())
-    slots = {id(slot): slot.buffer for g in streamed.groups for slot in (g.weight_slot, g.sum_slot)}
-    largest = sum(p.numel() for p in streamed.model.model.layers[1].parameters())
-    assert sorted(map(len, slots.values())) == [largest] * 4
-    outside = {p.untyped_storage().data_ptr() for p in streamed.twin.parameters()}
-    inside = {buffer.untyped_storage().data_ptr() for buffer in slots.values()}
-    assert len(outside - inside) == 1
+    run = new_run()
+    twins = streamed_of(run).twin.parameters()
+    storages = {t.untyped_storage() for p in twins for t in (p, p.grad)}
+    sizes = {storage.data_ptr(): storage.nbytes() // 4 for storage in storages}
+    block = sum(p.numel() for p in run.model.model.layers[1].parameters())
+    assert len(sizes) == 6 and sorted(sizes.values())[:4] == [block] * 4
 
 
 def test_offload_with_a_loss_scale(setting):
@@ -171,7 +140,7 @@ def test_offload_with_a_loss_scale(setting):
         while run.state.step - run.state.skipped < 2:
             step(run, 0.5)
         counts = run.state.step, run.state.skipped, run.state.last
-        ends.append((counts, run.scaler.get_scale(), weights_of(run)))
+        ends.append((counts, run.scaler.get_scale(), run.model.state_dict()))
     (counts, scale, weights), (other_counts, other_scale, other_weights) = ends
     assert counts == other_counts and counts[1] > 0 and scale == other_scale < 2.0**24
     assert_equal(weights, other_weights)
@@ -191,14 +160,11 @@ def test_compiled_blocks_compute_the_same(setting, monkeypatch):
         torch._dynamo.utils.counters.clear()
         setting(compile=compiled)
         run = new_run()
-        ends.append((step(run, 0.9), weights_of(run)))
+        ends.append((step(run, 0.9), run.model.state_dict()))
         module.estimate_loss(run, [[x[:3] for x in module.masked_batch(run, 0, (128, 20))]])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3 * compiled
     assert ends[0][0] == ends[1][0]
     assert_equal(ends[0][1], ends[1][1])
-
-
-# Memory
 
 
 def test_too_large_a_model_is_refused_before_anything_is_made(setting, monkeypatch, tmp_path):

@@ -12,85 +12,14 @@ import torch
 from conftest import ROOT, SMALL_MODEL, put
 from safetensors.torch import load_file
 
-import train as module
-from nanocram import parallel, runlog
+from nanocram import runlog
 
 CHANGES = {"batch_size": 24, "zero_init": False, "samples": "", "evals": 3, "log_every": 1}
 SETTINGS = SMALL_MODEL | CHANGES
 
 
-def torchrun(n, script=ROOT / "train.py", **settings):
-    """A script as a user would start it, stdout and stderr together."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={n}", str(script)]
-    command += [f"--{name}={value}" for name, value in settings.items()]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def alone(train, monkeypatch, **settings):
-    """The same in this process."""
-    put(monkeypatch, train, **settings)
-    module.main()
-
-
-def assert_equal_runs(a, b, tolerance):
-    """Rows consumed, losses, gradient norms and the weights in the end."""
-    tolerances = dict.fromkeys(("step", "tokens", "batch_size", "lr", "mask_rate"), 1e-9)
-    names = ("loss", "half", "val_loss_15", "val_loss_25", "grad_norm")
-    tolerances |= dict.fromkeys(names, tolerance)
-    for row, other in zip(runlog.read_log(a), runlog.read_log(b), strict=True):
-        for name, rel in tolerances.items():
-            assert row.get(name, 0) == pytest.approx(other.get(name, 0), rel=rel), name
-    weights, others = (load_file(Path(folder) / "model.safetensors") for folder in (a, b))
-    for name, weight in weights.items():
-        scale = weight.abs().max().item()
-        assert torch.allclose(weight, others[name], atol=10 * tolerance * scale), name
-
-
-WITH_A_SECOND_NUMBER = """
-import sys
-sys.path.insert(0, ROOT)
-import train
-from nanocram import machine, settings
-
-machine.matmul_rate = lambda *where: 1e12
-make_loss = train.make_loss
-
-def with_half(*args):
-    loss_fn = make_loss(*args)
-    def more(*batch):
-        sums = loss_fn(*batch)
-        return sums | {"half": sums["loss"].detach() / 2}
-    return more
-
-train.make_loss = with_half
-settings.configure(vars(train), sys.argv[1:])
-train.main()
-"""
-
-
-def test_two_ranks_match_one(data_dir, tmp_path):
-    """The ramp begins with one micro-batch, so that a rank is idle, and ends with three, so that
-    one has more to do. A second number of the loss is summed as the loss is."""
-    settings = SETTINGS | {"max_steps": 8, "dropout": 0.1, "optimizer": "adamw"}
-    settings |= {"data_dir": str(data_dir)}
-    script = tmp_path / "second.py"
-    script.write_text(WITH_A_SECOND_NUMBER.replace("ROOT", repr(str(ROOT))))
-    names = {"two": 2, "one": 1}
-    for ranks in [torchrun(names[n], script, **settings, out_dir=tmp_path / n) for n in names]:
-        said, _ = ranks.communicate(timeout=200)
-        assert ranks.returncode == 0, said
-        assert said.count("8 steps, 0 of them skipped") == 1  # one speaks for all
-    for line in runlog.read_log(tmp_path / "two"):
-        assert line.get("half", 0) == pytest.approx(line.get("loss", 0) / 2, rel=1e-5)
-    assert runlog.read_facts(tmp_path / "two")["processes"] == 2
-    batches = {row.get("batch_size") for row in runlog.read_log(tmp_path / "two")}
-    assert batches == {None, 8, 16, 24}
-    assert_equal_runs(tmp_path / "one", tmp_path / "two", 2e-5)
-
-
 # The second rank alone has no room for more than eight rows at a time.
-FULL_ON_ONE = """
+SCRIPT = """
 import sys
 sys.path.insert(0, ROOT)
 import torch
@@ -110,6 +39,45 @@ train.take_all_passes = limited
 settings.configure(vars(train), sys.argv[1:])
 train.main()
 """
+
+
+def torchrun(tmp_path, **settings):
+    """Two ranks, stdout and stderr together."""
+    script = tmp_path / "limited.py"
+    script.write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(script), *(f"--{name}={value}" for name, value in settings.items())]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def assert_equal_runs(a, b, tolerance):
+    """Rows consumed, losses, gradient norms and the weights in the end."""
+    tolerances = dict.fromkeys(("step", "tokens", "batch_size", "lr", "mask_rate"), 1e-9)
+    tolerances |= dict.fromkeys(("loss", "val_loss_15", "val_loss_25", "grad_norm"), tolerance)
+    for row, other in zip(runlog.read_log(a), runlog.read_log(b), strict=True):
+        for name, rel in tolerances.items():
+            assert row.get(name, 0) == pytest.approx(other.get(name, 0), rel=rel), name
+    weights, others = (load_file(Path(folder) / "model.safetensors") for folder in (a, b))
+    for name, weight in weights.items():
+        scale = weight.abs().max().item()
+        assert torch.allclose(weight, others[name], atol=10 * tolerance * scale), name
+
+
+def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
+    """The ramp begins with one micro-batch, so that a rank is idle, and ends with three, so that
+    one has more to do."""
+    settings = SETTINGS | {"data_dir": str(data_dir), "max_steps": 8, "dropout": 0.1}
+    settings |= {"optimizer": "adamw"}
+    ranks = torchrun(tmp_path, **settings, out_dir=tmp_path / "two")
+    put(monkeypatch, train, **settings, out_dir=str(tmp_path / "one"))
+    train.main()
+    said, _ = ranks.communicate(timeout=200)
+    assert ranks.returncode == 0, said
+    assert said.count("8 steps, 0 of them skipped") == 1  # one speaks for all
+    assert runlog.read_facts(tmp_path / "two")["processes"] == 2
+    batches = {row.get("batch_size") for row in runlog.read_log(tmp_path / "two")}
+    assert batches == {None, 8, 16, 24}
+    assert_equal_runs(tmp_path / "one", tmp_path / "two", 2e-5)
 
 
 def worker(launcher, rank):
@@ -136,8 +104,7 @@ def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path
     settings = SETTINGS | {"data_dir": str(data_dir), "max_steps": 50, "checkpoint_minutes": 0.005}
     settings |= {"batch_size": 32, "batch_start": 16}
     out = tmp_path / "out"
-    (tmp_path / "limited.py").write_text(FULL_ON_ONE.replace("ROOT", repr(str(ROOT))))
-    ranks = torchrun(2, tmp_path / "limited.py", **settings | {"micro_batch": 16}, out_dir=out)
+    ranks = torchrun(tmp_path, **settings | {"micro_batch": 16}, out_dir=out)
     wait_for_step(out, 6, ranks)
     assert runlog.read_facts(out)["settings"]["micro_batch"] == 8
     os.kill(worker(ranks, 1), signal.SIGTERM)
@@ -146,7 +113,7 @@ def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path
     reached = torch.load(out / "ckpt.pt", weights_only=True)["state"]["step"]
     assert 6 <= reached < 50
 
-    ranks = torchrun(2, **settings, out_dir=out, init="resume")
+    ranks = torchrun(tmp_path, **settings, out_dir=out, init="resume")
     wait_for_step(out, reached + 4, ranks)
     os.kill(worker(ranks, 1), signal.SIGKILL)
     said, _ = ranks.communicate(timeout=60)
@@ -154,17 +121,8 @@ def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path
     assert "--init=resume" in said, said  # a rank that is left says what to type
     assert runlog.read_log(out)[-1]["step"] < 50
 
-    alone(train, monkeypatch, **settings, out_dir=str(out), init="resume")
-    alone(train, monkeypatch, **settings, out_dir=str(tmp_path / "undisturbed"), init="scratch")
+    put(monkeypatch, train, **settings, out_dir=str(out), init="resume")
+    train.main()
+    put(monkeypatch, train, out_dir=str(tmp_path / "undisturbed"), init="scratch")
+    train.main()
     assert_equal_runs(tmp_path / "undisturbed", out, 1e-3)
-
-
-def test_slips_are_one_line(train, monkeypatch):
-    monkeypatch.setattr(parallel, "WORLD_SIZE", 4)
-    monkeypatch.setattr(parallel, "LOCAL_RANK", 2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit, match=r"^.*--nproc_per_node=2$"):
-        parallel.join("auto")
-    monkeypatch.setattr(train, "offload", True)
-    with pytest.raises(SystemExit, match=r"^offload needs one process.*$"):
-        module.check_settings(torch.device("cpu"))

@@ -13,33 +13,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_DATA, SMALL_MODEL, model_config
-from forked import SCRIPT, Server
+from conftest import ROOT, SMALL_DATA, SMALL_MODEL, flags, write_model
+from forked import SCRIPT
 
 import train
-from model import MaskedLM
-from nanocram import model_folder
 from nanocram.settings import configure
 
 SCRIPTS = ("prepare.py", "train.py", "finetune_glue.py", "bench.py")
-DOCUMENTS = [
-    ROOT / "README.md",
-    *sorted(ROOT.glob("results/*.md")),
-    *sorted(ROOT.glob("docs/*.md")),
-]
+DOCUMENTS = sorted(path for at in (".", "results", "docs") for path in ROOT.glob(f"{at}/*.md"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
-CODE = "".join(
-    path.read_text("utf-8") for path in [*ROOT.glob("*.py"), *ROOT.glob("nanocram/*.py")]
-)
+CODE = "".join(p.read_text("utf-8") for p in [*ROOT.glob("*.py"), *ROOT.glob("nanocram/*.py")])
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 # In the place of a program: it only notes how it was called, in a file of its own.
 STUB = """#!/bin/bash
 printf '%s\\0' "${0##*/}" "$@" > "$CALLS.$$"
 """
-
-
-def without_code(text):
-    """A document without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 @functools.cache
@@ -67,31 +55,26 @@ def calls_of_scripts():
     return [(args[0], args[1:]) for args in calls if args[0] in SCRIPTS]
 
 
-def test_flags_recipes_and_values_are_those_of_the_scripts(monkeypatch):
+def test_files_flags_recipes_and_values_of_commands_exist(monkeypatch):
     monkeypatch.chdir(ROOT)
     modules = {name: importlib.import_module(name.removesuffix(".py")) for name in SCRIPTS}
     calls = calls_of_scripts()
     calls += [(args[1], args[2:]) for program, args in commands() if program == "torchrun"]
     assert {name for name, _ in calls} == set(SCRIPTS)
+    for program, args in commands():
+        for arg in args[:1] if program == "python" else args:
+            assert not re.search(r"\.(py|txt)$", arg) or (ROOT / arg).exists(), (program, args)
     for name, args in calls:
         with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
             for module in modules.values():  # put back before the next
                 for setting in module.SETTINGS:
                     patch.setattr(module, setting, getattr(module, setting))
             try:
-                configure(
-                    vars(modules[name]), list(args), also=train if name == "bench.py" else None
-                )
+                configure(vars(modules[name]), list(args), train if name == "bench.py" else None)
                 if name == "train.py":
                     train.check_settings(torch.device("cpu"))
             except SystemExit as e:
                 pytest.fail(f"{name} {' '.join(args)}: {e}")
-
-
-def test_the_other_commands_name_files_that_exist():
-    for program, args in commands():
-        for arg in args[:1] if program == "python" else args:
-            assert not re.search(r"\.(py|txt)$", arg) or (ROOT / arg).exists(), (program, args)
 
 
 # What can run here runs
@@ -107,15 +90,6 @@ SHORT = {  # appended to every command, so that it takes a second or two
 ELSEWHERE = {"--init=resume", "--compare=True"}  # other tests have these
 
 
-def write_model(folder, data_dir):
-    """A small model folder, as train.py leaves one."""
-    sizes = {key: SMALL_MODEL[key] for key in ("vocab_size", "n_layer", "n_head", "n_embd")}
-    model_folder.save(MaskedLM(model_config(**sizes, n_inner=48)), folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(data_dir / name, folder / name)
-    (folder / "log.csv").write_text("elapsed_s,step,tokens\n1,2,3\n")
-
-
 @pytest.fixture
 def workplace(tmp_path, data_dir, corpus, glue_files):
     """A folder that looks like the repository to its commands, with small data and small models."""
@@ -127,19 +101,11 @@ def workplace(tmp_path, data_dir, corpus, glue_files):
     (tmp_path / "texts/a.txt.gz").write_bytes(gzip.compress(corpus.read_bytes()))
     (tmp_path / "GLUE").symlink_to(glue_files[0])
     (tmp_path / "tickets.csv").write_text("text,label\nit broke,bug\n")
-    flags = " ".join(arg for _, args in calls_of_scripts() for arg in args)
-    for folder in {"out/tiny", *re.findall(r"--(?:model|init|tokenizer)=(out/\S+)", flags)}:
+    typed = " ".join(arg for _, args in calls_of_scripts() for arg in args)
+    for folder in {"out/tiny", *re.findall(r"--(?:model|init|tokenizer)=(out/\S+)", typed)}:
         write_model(tmp_path / folder, data_dir)
+        (tmp_path / folder / "log.csv").write_text("elapsed_s,step,tokens\n1,2,3\n")
     return tmp_path
-
-
-@pytest.fixture
-def server(tmp_path_factory):
-    server = Server(
-        tmp_path_factory.mktemp("server"), "datasets, matplotlib.figure, torch, torch._dynamo"
-    )
-    yield server
-    server.close()
 
 
 @pytest.mark.slow
@@ -147,9 +113,9 @@ def test_commands_run(workplace, server):
     """Those of our scripts, one after the other, and the one-liners."""
     for name, args in calls_of_scripts():
         if not ELSEWHERE & set(args) and "--baseline=hf:" not in " ".join(args):
-            flags = [f"--{key}={value}" for key, value in SHORT[name].items()]
             shutil.rmtree(workplace / "data/new", ignore_errors=True)
-            status, said = server.run(workplace, SCRIPT, [workplace / name, *args, *flags])
+            argv = [workplace / name, *args, *flags(**SHORT[name])]
+            status, said = server.run(workplace, SCRIPT, argv)
             assert status == 0, f"{name} {args}\n{said[-3000:]}"
     for program, args in commands():
         if program == "python" and args[0] == "-c":
@@ -164,16 +130,13 @@ def test_commands_run(workplace, server):
 
 def anchors(path):
     """The anchors of a document's headings, as GitHub makes them."""
-    found = set()
-    for heading in re.findall(r"^#+ (.+)$", without_code(path.read_text(encoding="utf-8")), re.M):
-        kept = re.sub(r"[^\w\- ]", "", heading.lower())
-        found.add(kept.replace(" ", "-"))
-    return found
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", path.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_links_files_and_functions_exist(document):
-    text = without_code(TEXTS[document])
+    text = FENCED.sub("", TEXTS[document])
     goals = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'<img src="([^"]+)"', text)
     for goal in goals:
         if not goal.startswith("https://"):

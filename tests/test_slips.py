@@ -1,0 +1,109 @@
+"""Users' slips: each script ends in one line that says what to type, and leaves files alone."""
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL_DATA, SMALL_MODEL, flags, model_config
+
+import train  # noqa: F401  each row has a new one
+from model import MaskedLM
+from nanocram import machine, model_folder
+
+BASE = {
+    "prepare.py": SMALL_DATA | {"source": "corpus.txt", "data_dir": "out"},
+    "train.py": SMALL_MODEL | {"data_dir": "data", "out_dir": "out", "max_steps": 1},
+    "finetune_glue.py": {"model": "model", "glue_dir": "glue", "device": "cpu"},
+    "bench.py": SMALL_MODEL | {"data_dir": "data"},
+}
+# flags, which come after those of BASE, and what the line holds
+SLIPS = {
+    "prepare.py": [
+        ("--source=*.tsv", "no file matches '*.tsv'"),
+        ("--source=column.csv", "it has body, id: type --text_column=NAME"),
+        ("--source=nobody/nothing", "could not read nobody/nothing (ConnectionError"),
+        ("--source=corpus.txt --max_tokens=-1", "max_tokens=-1 cannot work: type 0 to"),
+        ("--source=a/b,c/d --max_tokens=9", "name one --source"),
+        ("--source=notes.odt", "notes.odt is of no kind that is read"),
+        ("--source=single.txt", "held out of 1 documents (paragraphs): delete"),
+        ("--source=*.txt", "link.txt cannot be read"),
+        ("--order=random", "order=random cannot work: type shuffle or curriculum"),
+        ("--tokenizer=data --vocab_size=700", "type --vocab_size=600"),
+        ("--data_dir=mine", "is not a new or an empty folder: choose another --data_dir"),
+        ("--data_dir=data --source=corpus.txt --seq_len=64", "seq_len=128, files="),
+        # the embedded corpus is found from any folder
+        ("config/tiny.py --tokenizer=mine", "mine/tokenizer.json is not a tokenizer.json of"),
+    ],
+    "train.py": [
+        ("--n_layer", "write a setting as --name=value"),
+        ("--budget_hours=0 --max_steps=0", "type --budget_hours=24"),
+        ("--batch_size=20", "type batch_size and batch_start that are multiples of"),
+        ("--schedule=wave", "schedule=wave is unknown"),
+        ("--seq_len=64", "type --seq_len=128"),
+        ("--vocab_size=32768", "type --vocab_size=600"),
+        ("--optimizer=none", "optimizer=none is unknown"),
+        ("--mask_rate=0", "mask_rate=0.0 cannot work: type 0.001 to 0.9"),
+        ("--n_head=3", "n_embd=32 cannot work: type a multiple of 6"),
+        ("--data_dir=nowhere", "run python prepare.py --data_dir=nowhere"),
+        ("--init=resume", "ckpt.pt not found: name the --out_dir"),
+        ("--init=scrach", "init must be scratch, resume, auto or a model folder: scrach is no"),
+        ("--init=model --n_embd=64", "type --n_embd=32"),
+        ("--init=model --out_dir=model", "init=model is out_dir: choose another"),
+        ("--init=model --data_dir=nowhere", "give prepare.py --tokenizer=model"),
+        ("--out_dir=mine", "mine exists and holds no run of train.py: choose another --out_dir"),
+        ("--samples=none", "samples: each sentence needs one [MASK]"),
+        ("--offload=True", "type --optimizer=adamw"),
+        ("--device=cuda", "device=cuda, but this build of torch sees no such device"),
+    ],
+    "finetune_glue.py": [
+        ("--tasks=cola,sts-b", "there is no task 'sts-b': choose from"),
+        ("--model=nowhere", "nowhere not found: name the folder"),
+        ("--glue_dir=nowhere", "nowhere/CoLA/train.tsv not found"),
+        ("--baseline=hf:nowhere", "transformers cannot load nowhere"),
+        ("--glue_seq_len=136", "type --glue_seq_len=128"),
+    ],
+    "bench.py": [
+        ("--bench_steps=1", "bench_steps=1 gives no range: type 2 or more"),
+        ("--n_head=3", "type a multiple of 6"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, corpus, data_dir):
+    """A working folder: data, a model, texts that cannot be prepared, and what is precious."""
+    path = tmp_path_factory.mktemp("slips")
+    shutil.copytree(data_dir, path / "data")
+    sizes = {name: SMALL_MODEL[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    model_folder.save(MaskedLM(model_config(**sizes, max_seq_len=128)), path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(data_dir / name, path / "model")
+    text = corpus.read_text()
+    (path / "corpus.txt").write_text(text)
+    (path / "single.txt").write_text(text.replace("\n\n", "\n"))
+    (path / "notes.odt").write_text("A few words.\n")
+    (path / "column.csv").write_text("body;id\nab;1\n")
+    (path / "link.txt").symlink_to("gone.txt")
+    (path / "mine").mkdir()
+    (path / "mine/thesis.tex").write_text("precious")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "slip", "words"), [(name, *row) for name, rows in SLIPS.items() for row in rows]
+)
+def test_a_slip_ends_in_one_line(folder, monkeypatch, name, slip, words):
+    """Nothing is finished, and no file of another is touched."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [name, *flags(**BASE[name]), *slip.split()])
+    monkeypatch.delitem(sys.modules, "train")  # bench.py changes its settings
+    monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)  # takes seconds
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / name), run_name="__main__")
+    assert words in end.value.code and "\n" not in end.value.code
+    finished = "out/meta.json" if name == "prepare.py" else "out"
+    assert not Path(finished).exists()
+    assert [path.name for path in Path("mine").iterdir()] == ["thesis.tex"]
+    shutil.rmtree("out", ignore_errors=True)

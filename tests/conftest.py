@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,8 +54,6 @@ SMALL_MODEL = {
 }
 # of random_model()
 SIZES = dict(vocab_size=90, max_seq_len=160, n_layer=3, n_head=2, n_embd=32, n_inner=24)
-
-
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
@@ -70,6 +69,20 @@ def command(name, *args, **settings):
 def script(name, *args, cwd=ROOT, **settings):
     """Run a script of ours; the process, stdout and stderr together as .stdout."""
     return subprocess.run(command(name, *args, **settings), cwd=cwd, timeout=300, **PIPES)
+
+
+def wait_for(is_so, process, pause=0.02):
+    """Until is_so(), while the process lives."""
+    end = time.monotonic() + 120
+    while not is_so():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(pause)
+
+
+def result(out):
+    """The weights of a run, and its log but for the time."""
+    rows = [{**row, "elapsed_s": 0} for row in runlog.read_log(out)]
+    return (out / "model.safetensors").read_bytes(), rows
 
 
 def last_line(process):

@@ -10,8 +10,6 @@ from conftest import new_run, put, table_cells
 import bench
 from nanocram.model_folder import to_folder_keys
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def small(train, monkeypatch):
@@ -29,7 +27,7 @@ def test_baselines_compute_the_same_loss(small):
     """With our weights, transformers' dense and sparse heads end at our loss."""
     run = new_run()
     batch = small.masked_batch(run, 0, small.row_shape(0.5))
-    baselines = bench.make_baselines(run.model.config, batch, CPU, torch.float32)
+    baselines = bench.make_baselines(run.model.config, batch, run.device, torch.float32)
     ours, our_loss = baselines["nanocram"]
     torch.nn.init.normal_(ours.model.layers[-1].mlp.Wo.weight)  # zero until here
     weights = to_folder_keys(ours.state_dict(), ours.config)

@@ -18,26 +18,22 @@ def test_time_to_a_loss_lies_between_two_evaluations():
     assert [compare.time_to(rows, loss) for loss in (6.5, 5.0, 4.25)] == [12.5, 20, 35]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, data_dir, server):
-    """A folder with three runs: two seeds of Muon, and one with AdamW."""
-    folder = tmp_path_factory.mktemp("runs")
-    changes = {"muon.0": {}, "muon.1": {"seed": 1}, "adamw": {"optimizer": "adamw"}}
-    for name, own in changes.items():
-        values = SMALL_MODEL | {"data_dir": data_dir, "out_dir": folder / name, "max_steps": 6}
+@pytest.mark.slow
+def test_seeds_are_one_line_and_the_first_line_is_the_measure(
+    tmp_path, data_dir, server, monkeypatch, capsys
+):
+    """Two seeds of Muon, and AdamW between them."""
+    changes = {"muon.0": {}, "adamw": {"optimizer": "adamw"}, "muon.1": {"seed": 1}}
+    names = [str(tmp_path / name) for name in changes]
+    for name, own in zip(names, changes.values(), strict=True):
+        values = SMALL_MODEL | {"data_dir": data_dir, "out_dir": name, "max_steps": 6}
         code, said = server.run(ROOT, SCRIPT, command("train.py", **(values | own))[1:])
         assert code == 0, said
-    return folder
-
-
-@pytest.mark.slow
-def test_seeds_are_one_line_and_the_first_line_is_the_measure(runs, monkeypatch, capsys):
-    names = [str(runs / name) for name in ("muon.0", "adamw", "muon.1")]
     monkeypatch.setattr(sys, "argv", ["compare.py", *names])
     compare.main()
     muon, adamw = table_cells(capsys.readouterr().out)
-    assert table_cells((runs / "compare.md").read_text()) == [muon, adamw]
-    assert (runs / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    assert table_cells((tmp_path / "compare.md").read_text()) == [muon, adamw]
+    assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
     assert (muon[0], adamw[0]) == (f"{names[0]}, 2 seeds", names[1])
     ends = {name: runlog.read_log(name)[-1] for name in names}
     losses = sorted(ends[name]["val_loss_15"] for name in (names[0], names[2]))
@@ -50,6 +46,5 @@ def test_seeds_are_one_line_and_the_first_line_is_the_measure(runs, monkeypatch,
 
     facts["data"] += "x"
     Path(names[1], "run.json").write_text(json.dumps(facts))
-    monkeypatch.setattr(sys, "argv", ["compare.py", *names])
     compare.main()
     assert "WARNING: the runs have different data" in capsys.readouterr().out

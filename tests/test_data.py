@@ -3,13 +3,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import any_words, put
+from conftest import any_words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train as module
 from nanocram.data import IGNORE, Rows, held_out, load_meta
-from nanocram.runlog import read_log
 from nanocram.tokenizer import CLS, MASK
 
 
@@ -49,18 +48,6 @@ def test_held_out_masks_do_not_depend_on_the_batch(batch):
         for mine, theirs in zip((ids, positions, labels), reference[rate][0], strict=True):
             assert torch.equal(mine[:10], theirs)
         assert ((ids[:10] == MASK).sum(1) == n).all()
-
-
-def test_more_evaluation_rows_than_there_are_is_all_of_them(train, monkeypatch, data_dir, tmp_path):
-    """None counts twice: the loss is that of all rows."""
-    count = load_meta(data_dir)["counts"]["val_rows"]
-    losses = []
-    for n in (count, 3 * count + 1):
-        put(monkeypatch, train, eval_rows=n, max_steps=1, samples="")
-        put(monkeypatch, train, out_dir=str(tmp_path / str(n)))
-        train.main()
-        losses.append([row.get("val_loss_15") for row in read_log(train.out_dir)])
-    assert losses[0] == losses[1] and losses[0][-1]
 
 
 def test_rows_wrap_and_stay_in_order(tmp_path):

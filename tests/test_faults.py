@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, new_log, new_run, put
-from safetensors.torch import load_file
+from conftest import PIPES, ROOT, SMALL_MODEL, command, new_log, new_run, put, result, wait_for
 
 import train as module
 from nanocram import model_folder, runlog
@@ -25,19 +24,8 @@ from nanocram import model_folder, runlog
 
 def start(out, data_dir, preexec_fn=None, **changes):
     """train.py as a process of its own."""
-    flags = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes
-    flags = [f"--{k}={v}" for k, v in flags.items()]
-    command = [sys.executable, str(ROOT / "train.py"), *flags]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, preexec_fn=preexec_fn, **streams)
-
-
-def wait_for(is_so, process, pause=0.02):
-    """Until is_so(), while the process lives."""
-    end = time.monotonic() + 120
-    while not is_so():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(pause)
+    settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes
+    return subprocess.Popen(command("train.py", **settings), preexec_fn=preexec_fn, **PIPES)
 
 
 def saved_at(out):
@@ -91,10 +79,7 @@ def test_kill_9_at_any_moment(tmp_path, data_dir):
         said, _ = process.communicate(timeout=600)
         assert process.returncode == 0, said
     assert {p.name for p in out.iterdir()} == {p.name for p in undisturbed.iterdir()}
-    logs = [[row | {"elapsed_s": 0} for row in runlog.read_log(o)] for o in (out, undisturbed)]
-    assert logs[0] == logs[1]
-    a, b = (load_file(o / "model.safetensors") for o in (out, undisturbed))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert result(out) == result(undisturbed)
     print(f"\n30 kills, {while_writing} of them while a file was being written")
 
 

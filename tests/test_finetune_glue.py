@@ -5,9 +5,7 @@ import io
 import json
 import re
 import shutil
-import signal
 import subprocess
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import PIPES, command, put, script, write_model
+from conftest import PIPES, command, put, script, wait_for, write_model
 from hub import StandIn
 
 import finetune_glue as ft
@@ -51,9 +49,8 @@ def run(model, glue_files, tasks="cola,stsb", **flags):
 
 
 def scores(model):
-    """{(task, seed): scores} of the candidate that came first."""
-    runs = [*glue.read_runs(model).values()]
-    return {(r["task"], r["seed"]): r["scores"] for r in runs if r["name"] == runs[0]["name"]}
+    """{(task, seed): scores}"""
+    return {(r["task"], r["seed"]): r["scores"] for r in glue.read_runs(model).values()}
 
 
 # 17 leaves an even number for two texts. Versions of tokenizers differ in whose an odd token
@@ -100,6 +97,7 @@ def test_training_equals_a_plain_loop_around_transformers(
     theirs.load_state_dict(to_folder_keys(net.state_dict(), sizes))
     before = ft.predict(net, data, torch.float32)
     train_loss = ft.fine_tune(candidate, net, data, 3, torch.float32)
+    assert net.training  # or nothing would be dropped
 
     groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
     for name, p in theirs.named_parameters():
@@ -107,86 +105,61 @@ def test_training_equals_a_plain_loop_around_transformers(
     optimizer = torch.optim.AdamW(groups, 1e-3, (0.9, 0.98), 1e-6, weight_decay=decay)
     steps = [rows for epoch in range(2) for rows in batches_by_length(data.length, 8, (3, epoch))]
     schedule = transformers.get_scheduler(kind, optimizer, int(0.1 * len(steps)), len(steps))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
-    texts, numbers = glue.read(task, "train", ft.glue_dir)
+    numbers = torch.from_numpy(glue.read(task, "train", ft.glue_dir)[1])
+    labels = numbers.float()[:, None] if n_outputs == 1 else numbers
     losses = []
     for rows in steps:
-        columns = zip(*(texts[i] for i in rows), strict=True)
-        inputs = tokenizer(*map(list, columns), **options)
-        labels = torch.from_numpy(numbers[rows])
-        labels = labels.float()[:, None] if n_outputs == 1 else labels
-        loss = theirs(**inputs, labels=labels).loss
+        (ids, mask, _), _ = data.batch(rows)
+        loss = theirs(ids, mask, labels=labels[rows]).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     after = ft.predict(net, data, torch.float32)
-    with torch.no_grad():
-        inputs = tokenizer(*map(list, zip(*texts, strict=True)), **options)
-        wanted = theirs.eval()(**inputs).logits.numpy()
+    (ids, mask, _), _ = data.batch(np.arange(40))
+    wanted = theirs.eval()(ids, mask).logits.detach().numpy()
     assert np.abs(after - wanted).max() < 1e-3 < 1e-2 < np.abs(after - before).max()
     assert len(steps) == 10
     assert train_loss == pytest.approx(np.mean(losses[5:]), rel=1e-3)
 
 
-def test_what_is_built_has_the_pre_training_and_dropout_in_training_alone(model, settings):
+def test_what_is_built_has_the_pre_training_and_dropout(model, settings):
     pretrained = load(model).model.layers[0].attn.Wq.weight
     for scratch in (False, True):
-        candidate = ft.Ours(model, scratch)
-        net = candidate.build(2)
+        net = ft.Ours(model, scratch).build(2)
         assert torch.equal(net.model.layers[0].attn.Wq.weight, pretrained) is not scratch
     assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
     assert {layer.attn.dropout for layer in net.model.layers} == {0.1}
-    data = Ragged(ft.tokenised(candidate, "rte", "dev"), False, CPU)
-    ft.fine_tune(candidate, net.eval(), data, 0, torch.float32)
-    assert net.training
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, data_dir, glue_files):
-    """A model folder after an undisturbed run of cola and stsb, two seeds, and what it printed."""
-    folder = write_model(tmp_path_factory.mktemp("finished") / "model", data_dir)
-    return folder, run(folder, glue_files)
-
-
-def test_a_run_leaves_a_table_and_every_score(finished):
-    folder, printed = finished
-    assert sorted(scores(folder)) == [("cola", 0), ("cola", 1), ("stsb", 0), ("stsb", 1)]
-    first = next(iter(glue.read_runs(folder).values()))
+def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue_files):
+    printed = run(model, glue_files)
+    finished = scores(model)
+    assert sorted(finished) == [("cola", 0), ("cola", 1), ("stsb", 0), ("stsb", 1)]
+    first = next(iter(glue.read_runs(model).values()))
     assert first["settings"]["glue_lr"] == 4e-5 and first["settings"]["dtype"] == "float32"
     assert first["rows"] == {"train": 40, "dev": 12} and first["train_loss"] > 0
     assert first["torch"] == torch.__version__
-    page = (folder / "glue.md").read_text()
+    page = (model / "glue.md").read_text()
     for text in ("RoBERTa-base", "85.1", "(2 of 9)", "CoLA: 40 of 8,551 train rows"):
         assert text in printed and text in page
     for key in ("matthews", "pearson"):
-        values = [found[key] for found in scores(folder).values() if key in found]
+        values = [found[key] for found in finished.values() if key in found]
         assert f"{np.median(values):.1f}*" in page
 
-
-def test_a_killed_run_goes_on_where_it_stopped(finished, model, glue_files):
+    # killed in one of many fine-tunings
+    (model / "glue.jsonl").unlink()
     settings = QUICK | {"glue_dir": glue_files[0], "model": model, "tasks": "cola,stsb"}
-    settings["seeds"] = 20
-    process = subprocess.Popen(command("finetune_glue.py", **settings), **PIPES)
-    while process.poll() is None and not glue.read_runs(model):
-        time.sleep(0.01)
+    process = subprocess.Popen(command("finetune_glue.py", **settings | {"seeds": 20}), **PIPES)
+    wait_for(lambda: glue.read_runs(model), process)
     process.kill()
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    before = scores(model)
-    assert 1 <= len(before) < 40
-    n_done = len([job for job in before if job[1] < 2])
+    process.communicate()
+    n_done = len([seed for _, seed in scores(model) if seed < 2])
     assert f"{n_done} of 4 fine-tunings are in" in run(model, glue_files)
-    assert {job: s for job, s in scores(model).items() if job[1] < 2} == scores(finished[0])
-
-
-def test_what_is_finished_is_not_done_again(finished, tmp_path, data_dir, glue_files):
-    model = shutil.copytree(finished[0], tmp_path / "model")
+    assert {job: found for job, found in scores(model).items() if job[1] < 2} == finished
     again = run(model, glue_files)
     assert "4 of 4 fine-tunings are in" in again and "training loss" not in again
-    assert scores(model) == scores(finished[0])
     # other settings, seeds, weights and candidates are other runs
     other = run(model, glue_files, epochs=1, tasks="cola", seeds=1)
     assert ", epochs=1, " in other and "already" not in other
@@ -195,7 +168,7 @@ def test_what_is_finished_is_not_done_again(finished, tmp_path, data_dir, glue_f
     write_model(model, data_dir, norm_eps=1e-4, linear_bias=True)
     assert "already" not in run(model, glue_files, tasks="cola")
     assert "already" not in run(model, glue_files, baseline="scratch", tasks="cola")
-    theirs = run(model, glue_files, baseline=f"hf:{finished[0]}", tasks="stsb", hf_batch=8)
+    theirs = run(model, glue_files, baseline=f"hf:{model}", tasks="stsb", hf_batch=8)
     assert "batch 8, AdamW 2e-05" in theirs and "already" not in theirs
     page = (model / "glue.md").read_text()
     assert "| model without pre-training, float32, epochs=2" in page and "hf_batch=8" in page
@@ -215,11 +188,11 @@ def encoder(kind, folder, data_dir):
     """A small random model of transformers, with our tokenizer; returned too."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 48, "vocab_size": 600, "pad_token_id": 0, "num_labels": 3}
+    sizes["initializer_range"] = 0.2  # so large that a wrong token type is seen
     model_class = getattr(transformers, kind)
     net = model_class(model_class.config_class(**sizes))
     net.save_pretrained(folder)
     roles = json.loads((data_dir / "tokenizer_config.json").read_text())
-    roles["model_input_names"] = ["input_ids", "attention_mask"]
     if kind.startswith("Bert"):
         roles["model_input_names"].append("token_type_ids")
     (folder / "tokenizer_config.json").write_text(json.dumps(roles))
@@ -227,19 +200,13 @@ def encoder(kind, folder, data_dir):
     return net
 
 
-KINDS = "BertModel RobertaModel BertForSequenceClassification BertForTokenClassification"
-
-
-@pytest.mark.parametrize("kind", KINDS.split())
-def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir, sentences):
+@pytest.mark.parametrize("kind", ["BertModel", "RobertaModel", "BertForSequenceClassification"])
+def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
     """Token types only where the model has them. A head that was trained elsewhere is not kept: its
     labels, as many, may be in another order."""
     saved = encoder(kind, tmp_path, data_dir)
     candidate = ft.HuggingFace(str(tmp_path))
-    is_bert = kind.startswith("Bert")
-    assert candidate.two_types == is_bert and (candidate.batch, candidate.lr) == (32, 2e-5)
-    for ids, first in candidate.encode(zip(sentences, reversed(sentences), strict=True)):
-        assert first == (ids.tolist().index(2) + 1 if is_bert else len(ids))  # 2 is [SEP]
+    assert candidate.two_types == kind.startswith("Bert")
     candidate.batch = 8
     data = Ragged(ft.tokenised(candidate, "mnli", "train"), candidate.two_types, CPU)
     torch.manual_seed(1)
@@ -249,12 +216,11 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir, sent
         assert "pooler" in name or torch.equal(built[name], p), name
     if "For" in kind:
         assert not torch.equal(net.model.classifier.weight, saved.classifier.weight)
-        assert net.model.classifier.weight.std().item() == pytest.approx(0.02, rel=0.3)
+        assert net.model.classifier.weight.std().item() == pytest.approx(0.2, rel=0.3)
     before = ft.predict(net, data, torch.float32)
     columns = zip(*glue.read("mnli", "train", ft.glue_dir)[0], strict=True)
     options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
-    with torch.no_grad():
-        wanted = net.model(**candidate.tokenizer(*map(list, columns), **options)).logits
+    wanted = net.model(**candidate.tokenizer(*map(list, columns), **options)).logits.detach()
     assert np.allclose(before, wanted, atol=1e-5)
     ft.fine_tune(candidate, net, data, 0, torch.float32)
     after = ft.predict(net, data, torch.float32)
@@ -295,7 +261,7 @@ def put_mnli(folder, glue_dir):
 
 @pytest.mark.slow
 def test_glue_and_a_model_from_the_hub_are_those_of_folders(
-    tmp_path, data_dir, glue_files, monkeypatch
+    tmp_path, data_dir, model, glue_files, monkeypatch
 ):
     """Equal weights and equal scores."""
     rows, theirs = tmp_path / "hub/datasets/nyu-mll/glue", tmp_path / "hub/models/some/encoder"
@@ -308,16 +274,13 @@ def test_glue_and_a_model_from_the_hub_are_those_of_folders(
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_ENDPOINT", stand_in.address)
-    values = QUICK | {"tasks": "mnli", "seeds": 1, "hf_batch": 8}
-    found = []
-    for folder, baseline, glue_dir in (("a", "some/encoder", ""), ("b", theirs, glue_files[0])):
-        model = write_model(tmp_path / folder, data_dir)
-        own = {"model": model, "baseline": f"hf:{baseline}", "glue_dir": glue_dir}
-        done = script("finetune_glue.py", **(values | own))
-        assert done.returncode == 0, done.stdout
-        (run,) = glue.read_runs(model).values()
-        found.append((run["rows"], run["weights"], run["scores"]))
+    settings = {"tasks": "mnli", "seeds": 1, "hf_batch": 8}
+    by_name = {"model": model, "baseline": "hf:some/encoder"}
+    done = script("finetune_glue.py", **QUICK | settings | by_name)
+    assert done.returncode == 0, done.stdout
     asked = " ".join(stand_in.requests)
     stand_in.stop()
     assert re.search("some/encoder.*model.safetensors", asked) and "nyu-mll/glue" in asked
-    assert found[0] == found[1]
+    run(model, glue_files, **settings, baseline=f"hf:{theirs}")
+    by_name, of_folder = glue.read_runs(model).values()
+    assert all(by_name[key] == of_folder[key] for key in ("rows", "weights", "scores"))

@@ -15,15 +15,13 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
-import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, any_words, script
+from conftest import ROOT, SMALL_MODEL, any_words, command, script, wait_for
 from safetensors.torch import load_file
 
 import bench
@@ -310,10 +308,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(undisturbed, data_dir, tmp_
     """The optimisers' states are on the device again, or their step would fail."""
     out = tmp_path / "out"
     settings = small_run(data_dir, out, max_steps=STEPS)
-    flags = [f"--{name}={value}" for name, value in settings.items()]
-    process = subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT)
-    while process.poll() is None and max(logged(out), default=0) < 5:
-        time.sleep(0.002)
+    process = subprocess.Popen(command("train.py", **settings), cwd=ROOT)
+    wait_for(lambda: max(logged(out), default=0) >= 5, process, 0.002)
     process.terminate()
     assert process.wait(60) == 0
     assert 5 <= max(logged(out)) < STEPS

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import random
 import re
 import runpy
 import sys
@@ -24,12 +23,10 @@ pytest.importorskip("accelerate", reason="transformers' Trainer: pip install acc
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ("text,label\nGood, cheap,pos\nslow,neg\n", "line 2: it has 3 cells"),
         ("text,queue\na,pos\n", "it has text, queue: type --text_column=NAME or --label_column="),
         ("text;label\ngr\xfcn;pos\n".encode("cp1252"), "iconv -f WINDOWS-1252"),
         ("text,label\na,pos\nb,pos\n", "1 labels: give more of each"),
-        (NUMBERED, "12 classes, all of them numbers"),
-        (NUMBERED, "cannot read out/none"),
+        (NUMBERED, "12 classes, all of them numbers(.*\n)*cannot read out/none"),
         # blank labels are none, spaces are stripped, a short row is used if it has text and label
         (
             "label,text,note\npos,a,x\n" + "neg ,b\n" * 40 + " ,c,x\npos,,x\n,d\npos,e\n",
@@ -52,15 +49,12 @@ def test_what_is_wrong_in_a_table_of_labels_is_said(tmp_path, monkeypatch, capsy
 @pytest.mark.slow
 def test_own_labels(tmp_path, data_dir, sentences):
     model = write_model(tmp_path / "model", data_dir)
-    facts = {"config": {"trained_on": {"seq_len": 32}}}
-    facts["tokenizer_config"] = {"model_max_length": 128}
-    for name, more in facts.items():
-        path = model / f"{name}.json"
+    more = {"trained_on": {"seq_len": 32}, "model_max_length": 128}  # each file has one of them
+    for path in (model / "config.json", model / "tokenizer_config.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
     rows = [(text, "asks" if i % 3 else "tells") for i, text in enumerate(sentences[:180])]
     rows[0] = " ".join(sentences[:9]), "tells"
     rows += rows[:20]  # copies are on one side
-    random.Random(3).shuffle(rows)
     table = [("id", "body", "queue"), *((i, *row) for i, row in enumerate(rows)), (9, "x", "")]
     train, out = tmp_path / "train.csv", tmp_path / "new/labelled"
     with open(train, "w", encoding="utf-8-sig", newline="") as file:

@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, put
+from conftest import PIPES, ROOT, SMALL_MODEL, flags, put, wait_for
 from safetensors.torch import load_file
 
 from nanocram import runlog
@@ -46,8 +45,8 @@ def torchrun(tmp_path, **settings):
     script = tmp_path / "limited.py"
     script.write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(script), *(f"--{name}={value}" for name, value in settings.items())]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command += [str(script), *flags(**settings)]
+    return subprocess.Popen(command, **PIPES)
 
 
 def assert_equal_runs(a, b, tolerance):
@@ -89,10 +88,7 @@ def worker(launcher, rank):
 
 
 def wait_for_step(folder, step, launcher):
-    end = time.monotonic() + 120
-    while max((row["step"] for row in runlog.read_log(folder)), default=-1) < step:
-        assert launcher.poll() is None and time.monotonic() < end, launcher.communicate()[0]
-        time.sleep(0.05)
+    wait_for(lambda: any(row["step"] >= step for row in runlog.read_log(folder)), launcher)
 
 
 @pytest.mark.slow

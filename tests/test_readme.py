@@ -1,10 +1,8 @@
 """README.md, results/README.md, docs/: flags and files that they name exist, commands run."""
 
-import contextlib
 import functools
 import gzip
 import importlib
-import io
 import re
 import shutil
 import subprocess
@@ -65,7 +63,7 @@ def test_files_flags_recipes_and_values_of_commands_exist(monkeypatch):
         for arg in args[:1] if program == "python" else args:
             assert not re.search(r"\.(py|txt)$", arg) or (ROOT / arg).exists(), (program, args)
     for name, args in calls:
-        with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        with monkeypatch.context() as patch:
             for module in modules.values():  # put back before the next
                 for setting in module.SETTINGS:
                     patch.setattr(module, setting, getattr(module, setting))
@@ -90,9 +88,10 @@ SHORT = {  # appended to every command, so that it takes a second or two
 ELSEWHERE = {"--init=resume", "--compare=True"}  # other tests have these
 
 
-@pytest.fixture
-def workplace(tmp_path, data_dir, corpus, glue_files):
-    """A folder that looks like the repository to its commands, with small data and small models."""
+@pytest.mark.slow
+def test_commands_run(tmp_path, data_dir, corpus, glue_files, server):
+    """Those of our scripts, one after the other, and the one-liners; in a folder that looks like
+    the repository to them, with small data and small models."""
     for name in ("config", "nanocram", "model.py", *SCRIPTS):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(data_dir, tmp_path / "data/ready")
@@ -103,25 +102,20 @@ def workplace(tmp_path, data_dir, corpus, glue_files):
     (tmp_path / "tickets.csv").write_text("text,label\nit broke,bug\n")
     typed = " ".join(arg for _, args in calls_of_scripts() for arg in args)
     for folder in {"out/tiny", *re.findall(r"--(?:model|init|tokenizer)=(out/\S+)", typed)}:
-        write_model(tmp_path / folder, data_dir)
+        write_model(tmp_path / folder, data_dir, n_inner=SMALL_MODEL["n_inner"])
         (tmp_path / folder / "log.csv").write_text("elapsed_s,step,tokens\n1,2,3\n")
-    return tmp_path
 
-
-@pytest.mark.slow
-def test_commands_run(workplace, server):
-    """Those of our scripts, one after the other, and the one-liners."""
     for name, args in calls_of_scripts():
         if not ELSEWHERE & set(args) and "--baseline=hf:" not in " ".join(args):
-            shutil.rmtree(workplace / "data/new", ignore_errors=True)
-            argv = [workplace / name, *args, *flags(**SHORT[name])]
-            status, said = server.run(workplace, SCRIPT, argv)
+            shutil.rmtree(tmp_path / "data/new", ignore_errors=True)
+            argv = [tmp_path / name, *args, *flags(**SHORT[name])]
+            status, said = server.run(tmp_path, SCRIPT, argv)
             assert status == 0, f"{name} {args}\n{said[-3000:]}"
     for program, args in commands():
         if program == "python" and args[0] == "-c":
             for name in args[2:]:
-                (workplace / name).write_text("two\n\nparagraphs\n")
-            status, said = server.run(workplace, args[1], ["-c", *args[2:]])
+                (tmp_path / name).write_text("two\n\nparagraphs\n")
+            status, said = server.run(tmp_path, args[1], ["-c", *args[2:]])
             assert status == 0 and said.strip(), f"{args[1]}\n{said}"
 
 

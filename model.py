@@ -1,8 +1,9 @@
 """The whole model: embeddings, transformer blocks, masked-language-model head, classifier head.
 
 With train.py's defaults it has the paper's size (arXiv 2212.14034) and computes what a ModernBERT
-(arXiv 2412.13663) does; nanocram/model_folder.py writes it in that form. The switches of
-ModelConfig also make the paper's crammed BERT, the original BERT and NarrowBERT.
+(arXiv 2412.13663) does; nanocram/model_folder.py writes it in that form, with a head transform that
+does nothing. The switches of ModelConfig also make the paper's crammed BERT, the original BERT and
+NarrowBERT.
 
 Shapes: B rows of T tokens, of which K are predicted; C channels in H heads of D; V vocabulary
 entries.

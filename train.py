@@ -500,8 +500,8 @@ def model_config():
 
 
 def take_all_passes(run, held_out_rows):
-    """A pass of each shape that the run will have, which compiles it; no weight changes. Returns
-    the seconds of a pass of training, and of one of evaluation."""
+    """A pass of each shape that the run will have, which compiles it; no weight changes, and the
+    caller drops the gradients. Returns the seconds of a pass of training and of evaluation."""
 
     def forward_backward(shape):
         sums = run.loss_fn(*masked_batch(run, run.state.rows_seen, shape))
@@ -522,7 +522,7 @@ def set_up(run, held_out_rows):
     state, clock = run.state, run.clock
     seconds = fit.find_micro_batch(run, lambda: take_all_passes(run, held_out_rows), signals)
     sets = held_out(held_out_rows, run.micro_batch)
-    state.setup_seconds += clock.elapsed() - state.elapsed
+    state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
     state.recent["step"] = [seconds[0] * passes]
@@ -593,7 +593,7 @@ def save(run, log):
         return False
     try:
         run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
-        checkpoint.save(run, log.folder / "ckpt.pt", optimizer)
+        checkpoint.save(run, log.folder / "ckpt.pt", optimizer_name=optimizer)
         with eval_weights(run):
             model_folder.save(run.model, log.folder, trained_on=trained_on(run))
         runlog.plot(log.folder)
@@ -611,7 +611,8 @@ def find_start(path):
     begun = runlog.read_facts(out_dir).get("settings", {}).get("init", "scratch")
     if init in ("resume", "auto") and begun not in words and not path.exists():
         sys.exit(f"{out_dir} has no checkpoint yet: type --init={begun} again")
-    if init == "resume" or (init == "auto" and parallel.agree(0.0, path.exists())[1]):
+    _, any_rank_has_one = parallel.agree(0.0, path.exists())
+    if init == "resume" or (init == "auto" and any_rank_has_one):
         take_architecture(checkpoint.read_config(path), path)
         return True, None
     if init in words:

@@ -49,7 +49,8 @@ class RandomRows(Rows):
     commonest of 4,096 are 20.4 % in 190 MB of text, here 19.8 %."""
 
     def __init__(self, seq_len, dev):
-        self.seq_len, self.dev, self.count, self.fetched = seq_len, dev, 4096, {}
+        self.seq_len, self.dev, self.count = seq_len, dev, 4096
+        self.fetched = {}
         ranks = 1 + torch.arange(train.vocab_size - len(SPECIAL))
         drawn = torch.multinomial(1 / (ranks + 2.7), self.count * seq_len, replacement=True)
         self.tokens = len(SPECIAL) + drawn.view(self.count, seq_len)
@@ -62,6 +63,7 @@ def new_run():
     """A train.Run on random rows."""
     dev, amp_dtype = machine.pick(train.device, train.dtype)
     train.check_settings(dev)
+    print("data         rows of random tokens, whatever data_dir has")
     return train.Run(RandomRows(train.seq_len, dev), {}, None, dev, amp_dtype)
 
 
@@ -99,7 +101,7 @@ def measure_speed(run):
     limit = max(limit, machine.matmul_rate(dev, run.amp_dtype))
 
     flops = statistics.median(speeds) * run.model.flops_per_token(*train.row_shape(MIDDLE))
-    print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} random rows")
+    print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} rows")
     # the fewer rows a step has, the larger is the share of the update, which counts as no FLOPs
     print(
         f"MFU          {flops / limit:.1%} of {limit / 1e12:.3g} TFLOP/s, a large product's here; "

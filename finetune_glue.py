@@ -83,6 +83,7 @@ class Ours:
             sys.exit(str(e))
         self.tokenizer = Tokenizer(Path(folder, "tokenizer.json"))
         self.max_seq_len = self.pretrained.config.max_seq_len
+        self.scratch = scratch
         self.name = Path(folder).resolve().name + (" without pre-training" if scratch else "")
         self.weights = "" if scratch else fingerprint(self.pretrained)
 
@@ -98,7 +99,7 @@ class Ours:
     def build(self, n_outputs):
         """A module: (ids, attention_mask, token_type_ids) -> outputs (B, n_outputs)."""
         masked_lm = MaskedLM(replace(self.pretrained.config, dropout=glue_dropout))
-        if self.weights:
+        if not self.scratch:
             masked_lm.load_state_dict(self.pretrained.state_dict())
         return Classifier(masked_lm, n_outputs, glue_dropout, glue_pooling)
 
@@ -162,9 +163,10 @@ class Logits(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *inputs):
-        named = zip(("input_ids", "attention_mask", "token_type_ids"), inputs, strict=True)
-        return self.model(**{name: x.long() for name, x in named if x is not None}).logits
+    def forward(self, ids, attention_mask, token_type_ids):
+        mask = None if attention_mask is None else attention_mask.long()
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        return self.model(input_ids=ids, attention_mask=mask, **types).logits
 
 
 def tokenised(candidate, task, split):
@@ -331,5 +333,6 @@ def main():
 
 
 if __name__ == "__main__":
-    half = "type half the --glue_batch (--hf_batch of hf:…), no longer the paper's protocol"
+    size = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
+    half = f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)"
     safety.run(main, model, "rerun the command to continue", half)

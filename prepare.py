@@ -8,6 +8,7 @@ One process reads all files, local ones first; others turn batches of their text
 are merged at the end. Rerun the command to continue after a kill; the output is identical.
 """
 
+import collections
 import contextlib
 import functools
 import glob
@@ -101,8 +102,10 @@ def read_file(path, skipped):
             with open_bytes(path) as file:
                 texts = enumerate(read_texts(file, path, text_column, documents == "lines"), 1)
                 for number, text in itertools.islice(texts, skipped, None):
-                    around = "\r\n" if normalisation == "none" and not text.isspace() else None
-                    yield number, text.strip(around), file.tell()
+                    bare = text.strip()
+                    if bare and normalisation == "none":
+                        bare = text.strip("\r\n")
+                    yield number, bare, file.tell()
                     skipped, tries = number, 0
             return
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
@@ -273,7 +276,8 @@ def process_batch(number, texts, state, folder, share):
     count = {"read": len(texts)} | {fate: len(pieces) for fate, pieces in ids_of.items()}
     count["not_utf8"] = sum("\ufffd" in text for text in texts)
     none = np.zeros(0, np.uint16)
-    kept, held_out = (np.concatenate([none, *ids_of[fate]]) for fate in ("kept", "held_out"))
+    kept = np.concatenate([none, *ids_of["kept"]])
+    held_out = np.concatenate([none, *ids_of["held_out"]])
     count |= {"tokens": len(kept), "characters": characters["kept"]}
     count |= {"val_tokens": len(held_out), "val_characters": characters["held_out"]}
 
@@ -296,43 +300,60 @@ def in_rows(ids):
     return np.insert(ids[:whole].reshape(-1, seq_len - 1), 0, CLS, axis=1)
 
 
+def hub_tokens(states):
+    return max_tokens and sum(state["counts"]["tokens"] for state in states if state["hub"])
+
+
+def read_states(folder, sums):
+    """What is known of finished batches, up to the first that is not, or is of other files."""
+    states = []
+    while (path := folder / f"batch-{len(states):05}.json").exists():
+        state = json.loads(path.read_text("utf-8"))
+        if hub_tokens(states) >= (max_tokens or np.inf) or state["checksum"] not in sums:
+            break
+        states.append(state)
+    return states
+
+
 def process_batches(files, folder, share):
     """The states of all batches, in order; exits if a file cannot be read to its end."""
-    states, running, failure = [], [], None
-    limit = max_tokens or math.inf
 
-    def n_read():
-        """Tokens of the Hub where they are limited, else bytes."""
-        if max_tokens:
-            return sum(state["counts"]["tokens"] for state in states if state["hub"])
-        return states[-1]["bytes"] if states else 0
+    def checksum(before, file):
+        return hashlib.blake2b(f"{before}{file}".encode(), digest_size=8).hexdigest()
 
-    while n_read() < limit and (path := folder / f"batch-{len(states):05}.json").exists():
-        states.append(json.loads(path.read_text("utf-8")))
-    if states:
-        print(f"going on behind {len(states)} finished batches")
+    sums = list(itertools.accumulate(files, checksum, initial=""))  # of the first 0, 1, 2 files
+    states = read_states(folder, sums)
+    if n_found := len([*folder.glob("batch-*.json")]):
+        print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
     # a batch job may not use all
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     size = sum(n_bytes for _, n_bytes in files)
     n = min(processes or len(cores), 1 + 4 * size // BATCH)  # gzip makes a fourth of text
     unit = "tokens" if max_tokens else "B"
     bar = tqdm(total=max_tokens or size, unit=unit, unit_scale=True, disable=None)
+    wanted = max_tokens or np.inf
+    running, failure = collections.deque(), None
+
+    def finish_oldest():
+        states.append(running.popleft().result())
+        bar.update((hub_tokens(states) if max_tokens else states[-1]["bytes"]) - bar.n)
 
     with new_processes(n) as pool, bar:
         batches = read_batches(files, states[-1]["place"] if states else [0, 0])
         try:
-            while n_read() < limit and (batch := next(batches, None)):
+            while hub_tokens(states) < wanted and (batch := next(batches, None)):
+                texts, state = batch
+                file, document = state["place"]
+                state["checksum"] = sums[file + (document > 0)]
                 number = len(states) + len(running)
-                running.append(pool.submit(process_batch, number, *batch, folder, share))
+                running.append(pool.submit(process_batch, number, texts, state, folder, share))
                 if len(running) > n + 1:  # two are read ahead
-                    states.append(running.pop(0).result())
-                    bar.update(n_read() - bar.n)
+                    finish_oldest()
         except SystemExit as e:  # a file is broken: finish what came before
             failure = e
-        while n_read() < limit and running:
-            states.append(running.pop(0).result())
-            bar.update(n_read() - bar.n)
-    if failure and n_read() < limit:
+        while running and hub_tokens(states) < wanted:
+            finish_oldest()
+    if failure and hub_tokens(states) < wanted:
         raise failure
     return states
 
@@ -424,12 +445,13 @@ def begin_folder(folder, settings, files):
     elif names:
         sys.exit(f"{data_dir} is not a new or an empty folder: choose another --data_dir")
     plan = {"settings": settings, "hub": {}}
-    for name in (name for name in files if not files[name]):
-        try:
-            plan["hub"][name] = sources.hub_files(name)
-        except Exception as e:  # whatever the Hub's libraries raise
-            why, hint = explain(e)
-            sys.exit(f"could not read {name} ({why}): {hint or 'rerun it later'}")
+    for name, local in files.items():
+        if not local:
+            try:
+                plan["hub"][name] = sources.hub_files(name)
+            except Exception as e:  # whatever the Hub's libraries raise
+                why, what_helps = explain(e)
+                sys.exit(f"could not read {name} ({why}): {what_helps or 'rerun it later'}")
     safety.write_text(path, json.dumps(plan, indent=1))
     return plan
 
@@ -495,19 +517,13 @@ def main():
         files |= plan["hub"]
         every = sorted(itertools.chain(*files.values()), key=lambda file: file[0].startswith(HUB))
         print(f"reading     {sum(size for _, size in every) / 1e6:,.1f} MB, {len(every)} files")
+        if plan.setdefault("files", every) != every:
+            said = "files have changed since the vocabulary was made"
+            print(f"WARNING: {said}: to make it anew, delete {data_dir} and rerun")
         if "val_share" not in plan:
             with new_processes(1) as pool:  # its memory ends with it, and its readers
                 plan["val_share"] = pool.submit(make_vocabulary, files, folder).result()
-            plan |= {"vocabulary_files": every, "files": every}
-        if plan.get("vocabulary_files", plan["files"]) != every:
-            said = "files have changed since the vocabulary was made"
-            print(f"WARNING: {said}: to make it anew, delete {data_dir} and rerun")
-        for path in folder.glob("batch-*.json"):
-            n = json.loads(path.read_text("utf-8"))["place"][0] + 1
-            if plan["files"][:n] != every[:n]:
-                path.unlink()  # it has text of a file that has changed since
-        plan["files"] = every
-        safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
+            safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
         print(f"held out    {100 * plan['val_share']:g} % of the documents")
         states = process_batches(every, folder, plan["val_share"])
         print("merging")

@@ -648,8 +648,9 @@ def check_settings(dev):
         "micro_batch eval_rows log_every n_layer n_head n_embd n_inner": (1, math.inf),
         "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip": (0, math.inf),
         "warmup beta1 beta2 dropout": (0, 0.99999),
-        "cooldown batch_ramp mask_token_share random_token_share": (0, 1),
+        "cooldown mask_token_share random_token_share": (0, 1),
         "mask_rate mask_rate_end": (0.001, 0.9),
+        "vocab_size": (260, 65536),
         "seq_len": (8, max_seq_len),
         "activation": ACTIVATIONS,
     }

@@ -46,7 +46,8 @@ def find_micro_batch(run, take_passes, signals):
                 sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
             run.micro_batch = smaller[-1]
             print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
-        oom, held = False, None
+        oom = False
+        held = None
         try:
             held = later_memory(run)
             with compile_errors():

@@ -172,7 +172,7 @@ def group(runs):
     for run in runs:
         groups.setdefault(run["name"], {}).setdefault(run["task"], []).append(run)
     for tasks in groups.values():
-        for task, found in list(tasks.items()):
+        for task, found in tasks.items():
             most = max(sum(run["rows"].values()) for run in found)
             tasks[task] = [run for run in found if sum(run["rows"].values()) == most]
     return groups

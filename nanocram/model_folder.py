@@ -7,7 +7,6 @@ transformers loads such a folder with no code of ours. Another architecture is s
 names, for load().
 """
 
-import filecmp
 import json
 import re
 import shutil
@@ -145,10 +144,11 @@ def load_for_rows(folder, data_dir):
     """load(), to train on rows of data_dir; exits if these are not of the folder's tokens."""
     try:
         model = load(folder)
-    except ValueError as e:
+        vocabulary = Path(folder, "tokenizer.json").read_bytes()
+    except (ValueError, OSError) as e:
         sys.exit(f"init must be scratch, resume, auto or a model folder: {e}")
-    theirs, ours = Path(folder, "tokenizer.json"), Path(data_dir, "tokenizer.json")
-    if not (ours.exists() and theirs.exists() and filecmp.cmp(ours, theirs, shallow=False)):
+    ours = Path(data_dir, "tokenizer.json")
+    if not ours.exists() or ours.read_bytes() != vocabulary:
         said = f"{data_dir} has no rows of {folder}'s tokens"
         sys.exit(f"{said}: give prepare.py --tokenizer={folder}")
     return model

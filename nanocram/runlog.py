@@ -231,7 +231,8 @@ class Log:
 
     def after_step(self, progress):
         """Move the bar; after ten seconds of training, say once what the budget holds."""
-        state, seconds = self.run.state, self.train_seconds
+        state = self.run.state
+        before = self.train_seconds
         self.train_seconds += state.recent["step"][-1]
         if self.bar is None:
             form = "{percentage:3.0f}%|{bar}|{postfix}"
@@ -244,7 +245,7 @@ class Log:
             f"loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
             f"{left / 60:.0f} min left"
         )
-        if seconds <= 10 < self.train_seconds and not self.settings["max_steps"]:
+        if before <= 10 < self.train_seconds and not self.settings["max_steps"]:
             tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             say(

@@ -65,7 +65,7 @@ def configure(namespace, argv=None, also=None):
                 sys.exit(f"{arg}: write a setting as --name=value")
             typed.add(name)
             where, elsewhere = "command line", {}
-            given = {name: text}
+            given = {name: parse(text, defaults.get(name))}
         else:
             where, elsewhere = arg, settings_of_all_scripts(script.parent)
             given = run_recipe(arg, elsewhere | values, script.parent)
@@ -113,15 +113,19 @@ def run_recipe(path, names, folder):
     if not found:
         sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")
 
-    def include(other):
-        """For recipes: begin with another one, whose path is seen from this one's folder."""
-        exec(compile((found[0].parent / other).read_bytes(), other, "exec"), after)
+    after = dict(names)
 
-    after = {**names, "include": include}
-    try:
-        exec(compile(found[0].read_bytes(), path, "exec"), after)  # Python knows their encoding
-    except Exception as e:  # it is the user's Python: a typo, a missing name
-        sys.exit(f"{path}: {type(e).__name__}: {e}")
+    def run(place):
+        """Run a recipe, which may begin with another one: include(its path, as seen from there)."""
+        outer = after.get("include")
+        after["include"] = lambda other: run(place.parent / other)
+        try:
+            exec(compile(place.read_bytes(), place, "exec"), after)  # Python knows their encoding
+        except Exception as e:  # it is the user's Python: a typo, a missing name
+            sys.exit(f"{place}: {type(e).__name__}: {e}")
+        after["include"] = outer
+
+    run(found[0])
     return find_settings(after) | {name: after[name] for name in names}  # of any type
 
 
@@ -135,12 +139,17 @@ def settings_of_all_scripts(folder):
     return find_settings(found)
 
 
+def parse(text, default):
+    """The value that was typed for a setting: strings as they are, the rest as in Python."""
+    if not isinstance(default, str):
+        with contextlib.suppress(ValueError, SyntaxError):  # convert() says which type it should be
+            return ast.literal_eval(text)
+    return text
+
+
 def convert(where, name, value, default):
-    """The value, or text that was typed, as the type of its default; exits if it is of another."""
+    """The value as the type of its default; exits if it is of another one."""
     wanted = type(default)
-    if where == "command line" and wanted is not str:
-        with contextlib.suppress(ValueError, SyntaxError):  # what is left is of the wrong type
-            value = ast.literal_eval(value)
     if wanted is float and type(value) is int:
         value = float(value)
     if wanted is int and type(value) is float and value.is_integer():

@@ -46,6 +46,7 @@ def hub_files(name):
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
     path, _, config = name.partition(":")
+    fs = hub()  # first, for it silences the library
     splits = datasets.load_dataset_builder(path, config or None).config.data_files or {}
     if "train" not in splits:
         raise ValueError(f"it has no split 'train', but {', '.join(map(str, splits)) or 'none'}")
@@ -53,7 +54,7 @@ def hub_files(name):
     if unknown := [file for file in files if not file_kind(file)]:
         raise ValueError(f"{unknown[0]} is of no kind that is read")
     folders = sorted({os.path.dirname(file) for file in files})
-    sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in hub().ls(name)}
+    sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in fs.ls(name)}
     return [[file, sizes.get(file, 0)] for file in files]
 
 

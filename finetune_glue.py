@@ -55,8 +55,15 @@ from nanocram.data import Ragged, batches_by_length, round_up
 from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values, and those of BERT for --baseline=hf:…; a table names what a run did otherwise.
-PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_schedule": "cosine", "glue_beta2": 0.98}
-PAPER |= {"glue_eps": 1e-6, "glue_weight_decay": 0.0, "glue_seq_len": 128}
+PAPER = {
+    "epochs": 5,
+    "glue_warmup": 0.1,
+    "glue_schedule": "cosine",
+    "glue_beta2": 0.98,
+    "glue_eps": 1e-6,
+    "glue_weight_decay": 0.0,
+    "glue_seq_len": 128,
+}
 PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "glue_pooling": "cls"}
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 
@@ -127,8 +134,9 @@ class HuggingFace:
 
         # only the classifier may be new, and perhaps a pooler before it
         new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-        inside = [key for key in new if key.startswith(f"{net.base_model_prefix}.")]
-        if wrong := [key for key in inside if "pooler" not in key]:
+        prefix = net.base_model_prefix + "."
+        wrong = [key for key in new if key.startswith(prefix) and "pooler" not in key]
+        if wrong:
             sys.exit(f"{name} is incomplete: {min(wrong)} is missing or of another shape")
         if self.pad is None or len(self.tokenizer) > net.config.vocab_size:
             sys.exit(f"{name} has no padding token, or too many others for its model")

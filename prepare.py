@@ -123,7 +123,7 @@ def read_file(path, skipped):
 def read_batches(files, place, least=None):
     """Yield (texts, {place where to go on, bytes read so far, whether they are of the Hub}) of
     batches of least characters from a place on: [number of a file, number of a document in it].
-    A batch may span files, but not local ones and the Hub's, of which max_tokens are read."""
+    A batch never mixes text of local files with the Hub's, of which max_tokens are read."""
     first, skipped = place
     before = sum(n_bytes for _, n_bytes in files[:first])
     of_hub = [path.startswith(HUB) for path, _ in files]
@@ -150,8 +150,8 @@ def is_held_out(text, share):
 
 
 def choose_share(size, n_documents):
-    """The share of a text of size characters, four a token, to hold out: a hundredth, or less if
-    that fills val.bin; but 200 rows and eight documents, if they are no more than a tenth."""
+    """The share of a text of size characters, four a token, to hold out: 1 %, less for large texts,
+    up to 10 % so that 200 rows and eight documents are held out."""
     least = max(200 * seq_len * 4 / size, 8 / n_documents)
     share = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
     return float(f"{share:.1g}")
@@ -463,7 +463,8 @@ def adopt_vocabulary():
     for name, value in (("normalisation", theirs.mode), ("vocab_size", theirs.vocab_size)):
         if globals()[name] not in (value, SETTINGS[name]):
             sys.exit(f"{name}={globals()[name]}, but {path} has {value}: type --{name}={value}")
-        print(f"{name} = {value!r}  (of {tokenizer})")
+        if globals()[name] != value:
+            print(f"{name} = {value!r}  (of {tokenizer})")
         globals()[name] = value
     return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
@@ -518,8 +519,9 @@ def main():
         every = sorted(itertools.chain(*files.values()), key=lambda file: file[0].startswith(HUB))
         print(f"reading     {sum(size for _, size in every) / 1e6:,.1f} MB, {len(every)} files")
         if plan.setdefault("files", every) != every:
-            said = "files have changed since the vocabulary was made"
-            print(f"WARNING: {said}: to make it anew, delete {data_dir} and rerun")
+            print(
+                f"WARNING: files have changed; for a vocabulary of these delete {data_dir}, rerun"
+            )
         if "val_share" not in plan:
             with new_processes(1) as pool:  # its memory ends with it, and its readers
                 plan["val_share"] = pool.submit(make_vocabulary, files, folder).result()

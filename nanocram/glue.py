@@ -191,7 +191,8 @@ def shortcomings(runs):
     for split, n in runs[0]["rows"].items():
         if n < task.rows[split]:
             notes.append(f"- \\* {task.folder}: {n:,} of {task.rows[split]:,} {split} rows")
-    if n_diverged := sum(not run["scores"] for run in runs):
+    n_diverged = sum(not run["scores"] for run in runs)
+    if n_diverged:
         notes.append(f"- \\* {task.folder}: {n_diverged} of {len(runs)} seeds diverged, left out")
     return notes
 

@@ -45,8 +45,9 @@ def native_bf16(device):
     """Whether a device computes in bfloat16; emulated it is up to 20 times slower."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return device == "cpu" and has_units
+    if device == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return False
 
 
 def keep_freed_memory():

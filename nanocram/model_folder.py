@@ -149,8 +149,7 @@ def load_for_rows(folder, data_dir):
         sys.exit(f"init must be scratch, resume, auto or a model folder: {e}")
     ours = Path(data_dir, "tokenizer.json")
     if not ours.exists() or ours.read_bytes() != vocabulary:
-        said = f"{data_dir} has no rows of {folder}'s tokens"
-        sys.exit(f"{said}: give prepare.py --tokenizer={folder}")
+        sys.exit(f"{data_dir} has no rows of its tokens: give prepare.py --tokenizer={folder}")
     return model
 
 

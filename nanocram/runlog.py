@@ -361,6 +361,16 @@ def write_card(folder, glue_table=()):
     if glue_table:
         use = "\n".join([use, "", "## GLUE, dev sets", "", *glue_table])
     sources = " and ".join(f"`{source}`" for source in dict.fromkeys(trained["sources"]))
-    values = {"begin": CARD_BEGIN, "front": front, "name": name, "use": use, "sources": sources}
-    values |= {"run": facts, "config": config["nanocram"], "trained": trained, "line": line}
-    write_text(path, CARD.format(**values, hours=line["elapsed_s"] / 3600))
+    text = CARD.format(
+        begin=CARD_BEGIN,
+        front=front,
+        name=name,
+        run=facts,
+        trained=trained,
+        sources=sources,
+        hours=line["elapsed_s"] / 3600,
+        line=line,
+        config=config["nanocram"],
+        use=use,
+    )
+    write_text(path, text)

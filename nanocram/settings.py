@@ -36,8 +36,8 @@ def read_ranks():
         return 0, 0, 1
     for name in names:
         if name not in there or not (there[name].isdecimal() or name == "MASTER_ADDR"):
-            said = f"WORLD_SIZE is set, but {name} is {there.get(name, 'not set')}"
-            sys.exit(f"{said}: for one process type unset WORLD_SIZE, for several use torchrun")
+            value = there.get(name, "not set")
+            sys.exit(f"WORLD_SIZE is set, but {name} is {value}: unset WORLD_SIZE, or use torchrun")
     return tuple(int(there[name]) for name in names[:3])
 
 

@@ -138,8 +138,11 @@ def train_tokenizer(texts, size, mode, folder):
     # entry is a merge, in the order of the ids.
     vocab = spec["model"]["vocab"]
     entries = sorted(vocab.keys() - SPECIAL.keys(), key=vocab.get)
-    splits = ([entry[:i], entry[i:]] for entry in entries for i in range(1, len(entry)))
-    merges = [[left, right] for left, right in splits if left in vocab and right in vocab]
+    merges = []
+    for entry in entries:
+        for i in range(1, len(entry)):
+            if entry[:i] in vocab and entry[i:] in vocab:
+                merges.append([entry[:i], entry[i:]])
     spec["model"] |= {"merges": merges, "ignore_merges": True}
     # A word of running text has the space before it in its token, so a [MASK] for it takes it too.
     # The other normalisations drop that space, this one would leave it as a token of its own.

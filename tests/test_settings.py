@@ -121,7 +121,7 @@ def test_ranks_without_torchrun(monkeypatch, capsys):
     assert "WARNING: RANK=1 is ignored" in capsys.readouterr().out
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        SystemExit, match=r"^WORLD_SIZE is set, but MASTER_ADDR is not set: for one"
+        SystemExit, match=r"^WORLD_SIZE is set, but MASTER_ADDR is not set: unset WORLD_SIZE"
     ):
         read_ranks.__wrapped__()
 

@@ -21,8 +21,7 @@ from torch import nn
 ROPE_THETA = 10000.0
 
 
-# Activation functions of the MLP. If a name ends in "glu", the function is applied to one half of
-# the first matrix's output, which then gates the other half (arXiv 2002.05202).
+# Activation functions of the MLP. If a name ends in "glu", the MLP is gated (arXiv 2002.05202).
 ACTIVATIONS = {
     "geglu": F.gelu,
     "relu2": lambda x: F.relu(x).square(),  # arXiv 2109.08668
@@ -89,9 +88,9 @@ def position_angles(length, width):
 def rotate(x, cos, sin):
     """Rotary position embedding (arXiv 2104.09864) of x (B, T, H, D), in the rotate-half layout.
 
-    cos and sin: (T, 1, D), or (B, T, 1, D) where each row has positions of its own."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+    cos and sin: (T, 1, D), or (B, T, 1, D) where each row has positions of its own. The first half
+    of sin has the minus of the rotation: so a roll will do, which a GPU reads without a copy."""
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 def gather_positions(x, positions):
@@ -194,24 +193,23 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Gated: Wo(act(a) · g), where a and g are the halves of Wi x. Not gated: Wo(act(Wi x))."""
+    """Gated: Wo(act(Wi x) · Wg x). Not gated: Wo(act(Wi x))."""
 
     def __init__(self, config):
         super().__init__()
+        C, inner, bias = config.n_embd, config.n_inner, config.linear_bias
         self.act = ACTIVATIONS[config.activation]
         self.is_gated = config.activation.endswith("glu")
-        width = 2 * config.n_inner if self.is_gated else config.n_inner
-        self.Wi = nn.Linear(config.n_embd, width, bias=config.linear_bias)
-        self.Wo = nn.Linear(config.n_inner, config.n_embd, bias=config.linear_bias)
+        self.Wi = nn.Linear(C, inner, bias=bias)
+        if self.is_gated:  # one matrix with Wi in a ModernBERT; Muon orthogonalises each by itself
+            self.Wg = nn.Linear(C, inner, bias=bias)
+        self.Wo = nn.Linear(inner, C, bias=bias)
 
     def forward(self, x):
-        x = self.Wi(x)
+        h = self.act(self.Wi(x))
         if self.is_gated:
-            a, g = x.chunk(2, dim=-1)
-            x = self.act(a) * g
-        else:
-            x = self.act(x)
-        return self.Wo(x)
+            h = h * self.Wg(x)
+        return self.Wo(h)
 
 
 class Block(nn.Module):
@@ -275,9 +273,9 @@ class Encoder(nn.Module):
         self.rope = config.position_embedding == "rope"
         if self.rope:
             angles = position_angles(config.max_seq_len, config.n_embd // config.n_head)
-            angles = angles.repeat(1, 2)  # (T, D): both halves of a head turn by the same angles
-            self.register_buffer("rope_cos", angles.cos(), persistent=False)
-            self.register_buffer("rope_sin", angles.sin(), persistent=False)
+            cos, sin = angles.cos(), angles.sin()  # (T, D / 2), for each half of a head's channels
+            self.register_buffer("rope_cos", torch.cat((cos, cos), dim=1), persistent=False)
+            self.register_buffer("rope_sin", torch.cat((-sin, sin), dim=1), persistent=False)
 
     def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
         """attention_mask (B, T) is 0 at padding."""

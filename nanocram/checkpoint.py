@@ -55,6 +55,8 @@ def load(run, path):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["data"] != run.meta["sha256"]["train.bin"]:
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
+        if any(".mlp.Wg." in key for key in run.model.state_dict().keys() - ckpt["model"].keys()):
+            sys.exit(f"{path} is of before 2026-11-28: git checkout 3cbf21b resumes it")
         run.model.load_state_dict(ckpt["model"])
         for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
             for group, ours in zip(saved["param_groups"], o.param_groups, strict=True):

@@ -65,7 +65,7 @@ SAME = {
 # Our names of the parameters that a ModernBERT has.
 PARAMETERS = re.compile(
     r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|"
-    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[io]))\.(weight|bias)|decoder\.bias"
+    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[igo]))\.(weight|bias)|decoder\.bias"
 )
 
 
@@ -131,6 +131,9 @@ def load(folder, device="cpu"):
         # not by not_native(): a fork may have changed its switches' defaults since the save
         if spec["model_type"] == "modernbert":
             state = from_folder_keys(state, config)
+        for key in [key for key in state if ".mlp.Wi." in key]:
+            if len(state[key]) == 2 * config.n_inner:  # a ModernBERT's, or of before 2026-11-28
+                state[key], state[key.replace("Wi", "Wg")] = state[key].chunk(2)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
@@ -154,10 +157,12 @@ def load_for_rows(folder, data_dir):
 
 
 def to_folder_keys(state, config):
-    """Our state dict under ModernBERT's names: queries, keys and values are one matrix."""
+    """Our state dict as ModernBERT has it: Wq, Wk and Wv are one matrix, and so are Wi and Wg."""
     for key in [key for key in state if ".attn.Wq." in key]:
         parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
         state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
+    for key in [key for key in state if ".mlp.Wi." in key]:
+        state[key] = torch.cat((state[key], state.pop(key.replace("Wi", "Wg"))))
     if not config.head_transform:
         state = {key.replace("model.final_norm", "head.norm"): t for key, t in state.items()}
         state |= identity_head(config)

@@ -108,8 +108,8 @@ def to_ours(state):
     for name, value in state.items():
         for old, new in RENAMED.items():
             name = name.replace(old, new)
-        if name.endswith("mlp.Wi.weight"):  # the gate is their second half, our first
-            value = torch.cat(value.chunk(2)[::-1])
+        if name.endswith("mlp.Wi.weight"):  # two matrices in one, the gate first
+            ours[name.replace("Wi", "Wg")], value = value.chunk(2)
         if name.endswith("query_key_value.weight"):  # head by head
             parts = value.view(train.n_head, 3, -1, train.n_embd).transpose(0, 1).flatten(1, 2)
             layer = name.partition("self_attention")[0]

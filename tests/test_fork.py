@@ -248,7 +248,7 @@ def test_a_mean_of_the_weights_is_evaluated(fork):
         run.model.load_state_dict(kept, strict=False)
 """,
     )
-    name = "model.layers.0.mlp.Wi.weight"
+    name = "model.layers.0.mlp.Wo.weight"
     steady = {"schedule": "constant", "warmup": 0, "batch_ramp": 0, "mask_rate_end": 0.3}
     fork.train("stopped", max_steps=2, **steady)
     ends = []

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import padded_batch, random_model
+from safetensors.torch import load_file, save_file
 from test_model import BERT, CRAMMED, EACH_SWITCH, model_or_skip
 
 from nanocram.model_folder import load, not_native, save
@@ -64,6 +65,12 @@ def test_save_and_load_any_architecture(tmp_path, switches):
     ids, _ = padded_batch(150)
     assert torch.equal(model(ids), again(ids))
     assert again.decoder.weight is again.model.embeddings.tok_embeddings.weight
+    weights = load_file(tmp_path / "model.safetensors")
+    for key in [key for key in weights if ".mlp.Wg." in key]:  # until 2026-11-27 a part of Wi
+        gate = weights.pop(key)
+        weights[key.replace("Wg", "Wi")] = torch.cat((weights[key.replace("Wg", "Wi")], gate))
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(model(ids), load(tmp_path)(ids))
 
 
 def refused(folder, match):

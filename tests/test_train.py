@@ -83,7 +83,7 @@ def test_muon_has_the_blocks_matrices_and_only_tables_and_head_decay(train, sett
     adam, muon = run.optimizers
     names = {id(p): name for name, p in run.model.named_parameters()}
     matrices = {names[id(p)] for g in muon.param_groups for p in g["params"]}
-    inside = ("attn.Wq", "attn.Wk", "attn.Wv", "attn.Wo", "mlp.Wi", "mlp.Wo")
+    inside = ("attn.Wq", "attn.Wk", "attn.Wv", "attn.Wo", "mlp.Wi", "mlp.Wg", "mlp.Wo")
     assert matrices == {f"model.layers.{i}.{m}.weight" for i in (0, 1) for m in inside}
     decay = {names[id(p)]: g["weight_decay"] for g in adam.param_groups for p in g["params"]}
     assert set(decay) | matrices == set(names.values()) and not set(decay) & matrices

@@ -1,24 +1,22 @@
-"""How fast is training here, how close is that to the machine's limit, and beside what else?
+"""How fast is training here, and how close is that to the machine's limit?
 
-    python bench.py                                                    # train.py's defaults
-    python bench.py config/tiny.py --profile=True                      # the slowest operators too
-    python bench.py config/crammed.py --micro_batch=16 --compare=True  # beside transformers' model
-    python bench.py config/offload.py --n_layer=8                      # streamed from host memory
+    python bench.py                                  # train.py's defaults
+    python bench.py config/tiny.py --profile=True    # the slowest operators too
+    python bench.py config/offload.py --n_layer=8    # streamed from host memory
 
 Every setting of train.py is one here too. Rows are random tokens, so that no data must be prepared.
-A figure is a median, with the range of the middle 80 % behind it.
+A figure is a median, with the range of the middle 80 % behind it. results/bench_modernbert.py has
+the speed of what a user would pick instead.
 """
 
 import re
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from nanocram.settings import configure
 
 # fmt: off
-compare = False            # also measure transformers' ModernBERT, at the same sizes
 profile = False            # also print the slowest operators of three steps
 bench_steps = 20           # optimiser steps to measure, after the warm-up
 # fmt: on
@@ -26,18 +24,14 @@ bench_steps = 20           # optimiser steps to measure, after the warm-up
 import torch
 
 import train
-from model import MaskedLM, make_loss, mixed_precision
 
 SETTINGS = configure(globals(), also=train)
 
 from nanocram import machine, safety
-from nanocram.data import IGNORE, Rows
-from nanocram.model_folder import NATIVE, modernbert_config
+from nanocram.data import Rows
 from nanocram.tokenizer import SPECIAL
 
 DISCARDED = 3  # of the measured steps, the first: clocks and caches have yet to find their level
-ROUNDS = 5  # of a comparison: models take turns, so that other work on the machine hits both
-TURN_SECONDS = 2.0  # at least one step
 # The progress to measure at. At 0 the learning rate is 0: what zero_init made 0 would stay 0, and
 # products of zeros are fast.
 MIDDLE = 0.5
@@ -83,7 +77,7 @@ def measure_speed(run):
     """Print the first step, tokens/s and MFU."""
     dev = run.device
     full_batch = train.batch_size
-    held_out_rows = run.rows.read(0, train.micro_batch)
+    held_out_rows = run.rows.read(0, run.unit)
     setup_seconds, _ = machine.timed(dev, train.set_up, run, held_out_rows)
     if dev.type == "cuda":  # the search holds memory that a step does not
         torch.cuda.reset_peak_memory_stats()
@@ -136,68 +130,6 @@ def print_slowest(run):
     print(events.table(sort_by=order, row_limit=10, max_name_column_width=50))
 
 
-def make_step(model, loss_fn):
-    """A function that takes a step of AdamW on loss_fn(), the mean loss of a batch."""
-    loss_fn = torch.compile(loss_fn) if train.compile else loss_fn
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step():
-        loss_fn().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def make_baselines(config, batch, dev, amp_dtype):
-    """{name: (model, its mean loss of batch, a function)}: a ModernBERT of ours and transformers'
-    with either head. batch: as train.masked_batch() makes it."""
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
-    ids, positions, labels = batch  # (B, T), (B, K), (B, K)
-    config = replace(config, **NATIVE, head_transform=True, n_narrow=0, dropout=0.0)
-    ours = MaskedLM(config).to(dev)
-    summed = make_loss(ours, dev, amp_dtype)
-    baselines = {"nanocram": (ours, lambda: summed(*batch)["loss"] / labels.numel())}
-
-    all_labels = torch.full_like(ids, IGNORE).scatter(1, positions, labels)  # (B, T)
-    for head in ("dense", "sparse"):  # logits at all tokens, or at the masked ones
-        fields = modernbert_config(config) | {"sparse_prediction": head == "sparse"}
-        theirs = ModernBertForMaskedLM(ModernBertConfig.from_dict(fields)).to(dev).train()
-
-        def loss_fn(theirs=theirs):
-            with mixed_precision(dev, amp_dtype):
-                return theirs(input_ids=ids, labels=all_labels).loss
-
-        baselines[f"transformers, {head} head"] = theirs, loss_fn
-    return baselines
-
-
-def compare_models(run):
-    """Print a table of tokens/s: ours beside transformers' with either head."""
-    dev = run.device
-    print("compare      with transformers' ModernBERT, some minutes", flush=True)
-    batch = train.masked_batch(run, 0, train.row_shape(MIDDLE))
-    baselines = make_baselines(run.model.config, batch, dev, run.amp_dtype)
-    steps = {name: make_step(*baseline) for name, baseline in baselines.items()}
-    for step in steps.values():  # the first step compiles
-        for _ in range(4):
-            step()
-    seconds = {name: [] for name in steps}
-    for _ in range(ROUNDS):
-        for name, found in seconds.items():
-            end = sum(found) + TURN_SECONDS
-            while sum(found) < end:
-                found.append(machine.timed(dev, steps[name])[0])
-
-    how = f"{'compiled' if train.compile else 'eager'}, fused AdamW, {run.micro_batch} rows"
-    print(f"\n| {how} | tokens/s | nanocram is faster by |\n| --- | ---: | ---: |")
-    speeds = {name: [batch[0].numel() / s for s in found] for name, found in seconds.items()}
-    for name, found in speeds.items():
-        faster = statistics.median(speeds["nanocram"]) / statistics.median(found)
-        print(f"| {name} | {median_and_range(found)} | {faster:.2f} |")
-
-
 def main():
     if bench_steps < 2:
         sys.exit(f"bench_steps={bench_steps} gives no range: type 2 or more")
@@ -214,8 +146,6 @@ def main():
         print(f"WARNING: {run.state.skipped} steps had no finite gradient: lower the learning rate")
     if profile:
         print_slowest(run)
-    if compare:
-        compare_models(run)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ budget_hours = 24.0             # wall-clock hours, from compiling to the last s
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
 micro_batch = 256               # rows per forward pass; out of memory: the next smaller divisor
+max_micro_batch = 1024          # doubled up to this where a GPU has room, if micro_batch is no flag
 batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
 batch_ramp = 0.6                # share of the run in which they grow from 0 to it (paper 4.3) ...
 batch_start = 1024              # ... but never below this
@@ -250,13 +251,13 @@ def draw_masks(run, rows, n_predict):
     return rows.scatter(1, positions, replaced), positions, labels
 
 
-def masked_batch(run, first_row, shape):
-    """The micro-batch from first_row on, in rows of a row_shape(), masked. Masks and dropout depend
-    on seed, first_row, micro_batch and shape alone: a checkpoint needs no random state."""
+def masked_batch(run, first_row, n_rows, shape):
+    """n_rows from first_row on, in rows of a row_shape(), masked. Masks and dropout depend on seed
+    and these arguments alone: a checkpoint needs no random state."""
     n_tokens, n_predict = shape
     batch_seed = np.random.SeedSequence((seed, first_row)).generate_state(1)[0]
     torch.manual_seed(int(batch_seed))
-    rows = run.rows.fetch(first_row, run.micro_batch).view(-1, n_tokens)
+    rows = run.rows.fetch(first_row, n_rows).view(-1, n_tokens)
     rows[:, 0] = CLS  # a row of the data begins with it; those that are cut out of one may not
     return draw_masks(run, rows, n_predict)
 
@@ -309,9 +310,10 @@ def train_step(run, progress):
 
     # forward and backward, each rank on its share of the micro-batches; gradients add up in .grad
     means = {name: torch.zeros((), device=run.device) for name in run.loss_names}
-    first_rows = range(state.rows_seen, state.rows_seen + n_rows, run.micro_batch)
+    n = run.micro_batch if n_rows % run.micro_batch == 0 else run.unit  # rows in a pass
+    first_rows = range(state.rows_seen, state.rows_seen + n_rows, n)
     for first_row in first_rows[parallel.RANK :: parallel.WORLD_SIZE]:
-        ids, positions, labels = masked_batch(run, first_row, shape)
+        ids, positions, labels = masked_batch(run, first_row, n, shape)
         sums = run.loss_fn(ids, positions, labels)  # {"loss": sum over the labels, ...}
         # divide by the labels of the whole step: each micro-batch, on any rank, has as many
         labels_in_step = labels.numel() * len(first_rows)
@@ -319,7 +321,7 @@ def train_step(run, progress):
         for name, value in sums.items():
             means[name] = means.get(name, 0.0) + value.detach().float() / labels_in_step
         # read the next rows while a GPU is busy with these
-        run.rows.prefetch(first_row + parallel.WORLD_SIZE * run.micro_batch, run.micro_batch)
+        run.rows.prefetch(first_row + parallel.WORLD_SIZE * n, n)
 
     # sum the means and the gradients over the ranks
     weights = [p for p in run.model.parameters() if p.requires_grad]
@@ -457,7 +459,8 @@ class Run:
     def __init__(self, rows, meta, tokenizer, dev, amp_dtype):
         self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
         self.device, self.amp_dtype = dev, amp_dtype
-        self.micro_batch = micro_batch  # set_up() may take a smaller one
+        # rows in a pass, and in one where these do not divide the step; set_up() may change both
+        self.micro_batch = self.unit = micro_batch
         self.state = State()
         self.clock = Clock(self.state)  # main() starts another one when the budget begins
         self.saved_step = -1  # state.step at the last save of this process
@@ -486,6 +489,7 @@ class Run:
         # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
         if compile and not offload:
             torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
+            torch._dynamo.config.recompile_limit = 8 + len(row_shapes())  # two sizes of passes
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
@@ -504,7 +508,7 @@ def take_all_passes(run, held_out_rows):
     caller drops the gradients. Returns the seconds of a pass of training and of evaluation."""
 
     def forward_backward(shape):
-        sums = run.loss_fn(*masked_batch(run, run.state.rows_seen, shape))
+        sums = run.loss_fn(*masked_batch(run, run.state.rows_seen, run.micro_batch, shape))
         sums["loss"].backward()
         run.loss_names = list(sums)
 
@@ -512,7 +516,7 @@ def take_all_passes(run, held_out_rows):
     shapes = row_shapes()
     passes = [machine.timed(run.device, forward_backward, s)[0] for s in shapes + 2 * shapes[:1]]
     # all batches of evaluations have one shape
-    batch = held_out(held_out_rows[: run.micro_batch], run.micro_batch)["val_loss_15"]
+    batch = held_out(held_out_rows[: run.unit], run.unit)["val_loss_15"]
     evaluations = [machine.timed(run.device, estimate_loss, run, batch)[0] for _ in range(3)]
     return min(passes[-2:]), min(evaluations)  # one may have been held up
 
@@ -520,8 +524,9 @@ def take_all_passes(run, held_out_rows):
 def set_up(run, held_out_rows):
     """Compile all passes, find the micro_batch that fits; return the sets of held_out()."""
     state, clock = run.state, run.clock
-    seconds = fit.find_micro_batch(run, lambda: take_all_passes(run, held_out_rows), signals)
-    sets = held_out(held_out_rows, run.micro_batch)
+    largest = 0 if "micro_batch" in typed else min(max_micro_batch, batch_size)
+    seconds = fit.find_micro_batch(run, take_all_passes, held_out_rows, largest, signals)
+    sets = held_out(held_out_rows, run.unit)
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE

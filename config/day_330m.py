@@ -10,4 +10,3 @@ n_layer = 28
 n_head = 16
 n_embd = 1024
 n_inner = 2048
-micro_batch = 128

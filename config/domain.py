@@ -23,6 +23,5 @@ n_layer = 8
 n_head = 6
 n_embd = 384
 n_inner = 768
-micro_batch = 256
 batch_size = 512
 batch_start = 256

@@ -18,7 +18,6 @@ optimizer = "adamw"
 lr = 2e-4
 beta2 = 0.98
 weight_decay = 0.01
-micro_batch = 256
 batch_size = 4096
 batch_start = 1024
 checkpoint_minutes = 60  # each writes 35 GB

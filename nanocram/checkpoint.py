@@ -55,7 +55,8 @@ def load(run, path):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["data"] != run.meta["sha256"]["train.bin"]:
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
-        if any(".mlp.Wg." in key for key in run.model.state_dict().keys() - ckpt["model"].keys()):
+        states = run.model.state_dict(), ckpt["model"]
+        if [any(".mlp.Wg." in key for key in state) for state in states] == [True, False]:
             sys.exit(f"{path} is of before 2026-11-28: git checkout 3cbf21b resumes it")
         run.model.load_state_dict(ckpt["model"])
         for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):

@@ -34,41 +34,65 @@ def later_memory(run):
     return tensors
 
 
-def find_micro_batch(run, take_passes, signals):
-    """Make a train.Run's micro_batch smaller until take_passes(), which changes no weight, fits in
-    memory on every rank; return the seconds that it returns. Exits if a single row is too much."""
-    seconds = 0.0, 0.0  # where a signal comes first
+def try_passes(run, take_passes, held_out_rows):
+    """The seconds that take_passes() returns, or None if memory ran out; its memory is freed."""
+    seconds = held = None
+    try:
+        held = later_memory(run)
+        with compile_errors():
+            seconds = take_passes(run, held_out_rows)
+    except Exception as e:
+        if not safety.is_oom(e):
+            raise
+    for name, p in run.model.named_parameters():
+        if seconds and p.requires_grad and p.grad is None:
+            print(f"WARNING: nothing reads {name}, so it is not trained")
+    # free the memory; inside of `except` the traceback would keep it
+    del held
+    run.model.zero_grad()
+    run.rows.fetched.clear()
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return seconds
+
+
+def find_micro_batch(run, take_passes, held_out_rows, largest, signals):
+    """Set a train.Run's micro_batch and unit; return the seconds that take_passes() returns.
+
+    Both become smaller until take_passes(), which changes no weight, fits in memory on every rank;
+    exits if a single row is too much. Then micro_batch is doubled up to largest where a single GPU
+    has the room, and its passes are taken too."""
+    on_one_gpu = run.device.type == "cuda" and parallel.WORLD_SIZE == 1
+    if on_one_gpu:
+        torch.cuda.reset_peak_memory_stats()
     while True:
         # after an out-of-memory error, of an earlier start too, take the next smaller divisor
-        while 0 < run.state.oom_micro_batch <= run.micro_batch:
-            smaller = [n for n in range(1, run.micro_batch) if run.micro_batch % n == 0]
+        while 0 < run.state.oom_micro_batch <= run.unit:
+            smaller = [n for n in range(1, run.unit) if run.unit % n == 0]
             if not smaller:
                 sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
-            run.micro_batch = smaller[-1]
-            print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
-        oom = False
-        held = None
-        try:
-            held = later_memory(run)
-            with compile_errors():
-                seconds = take_passes()
-        except Exception as e:
-            oom = safety.is_oom(e)
-            if not oom:
-                raise
-        for name, p in run.model.named_parameters():
-            if not oom and p.requires_grad and p.grad is None:
-                print(f"WARNING: nothing reads {name}, so it is not trained")
-        # free the memory; inside of `except` the traceback would keep it
-        del held
-        run.model.zero_grad()
-        run.rows.fetched.clear()
-        gc.collect()
-        if run.device.type == "cuda":
-            torch.cuda.empty_cache()
+            run.micro_batch = run.unit = smaller[-1]
+            print(f"micro_batch={run.unit}, since a larger one ran out of memory")
+        seconds = try_passes(run, take_passes, held_out_rows)
         # all ranks take the size that fits on each; there is no progress to agree on yet
-        _, oom, stop = parallel.agree(0.0, oom, signals.stop)
-        if stop or not oom:
-            return seconds
-        run.state.oom_micro_batch = run.micro_batch
+        _, oom, stop = parallel.agree(0.0, seconds is None, signals.stop)
+        if stop:
+            return seconds or (0.0, 0.0)
+        if not oom:
+            break
+        run.state.oom_micro_batch = run.unit
         torch.compiler.reset()  # drop the graphs of the larger size
+
+    if on_one_gpu:  # n times the rows take at most n times the memory
+        room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        units = room // torch.cuda.max_memory_allocated()
+        while 2 * run.micro_batch <= min(largest, units * run.unit):
+            run.micro_batch *= 2
+    if run.micro_batch > run.unit:
+        print(f"micro_batch={run.micro_batch}, for which there is memory")
+        larger = try_passes(run, take_passes, held_out_rows)
+        if larger is None:
+            run.micro_batch = run.unit
+        seconds = larger or seconds
+    return seconds

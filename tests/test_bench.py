@@ -1,4 +1,4 @@
-"""bench.py: what it prints follows from what it measures, and its baselines compute one loss."""
+"""bench.py: what it prints follows from what it measures. Its rivals compute our loss."""
 
 import functools
 import re
@@ -9,12 +9,13 @@ from conftest import new_run, put, table_cells
 
 import bench
 from nanocram.model_folder import to_folder_keys
+from results import bench_modernbert
 
 
 @pytest.fixture
 def small(train, monkeypatch):
     """The train module with the settings of a small run, behind a small bench.py."""
-    put(monkeypatch, bench, bench_steps=4, ROUNDS=2, TURN_SECONDS=0.1)
+    put(monkeypatch, bench, bench_steps=4)
     put(monkeypatch, train, batch_ramp=0.6)  # bench.step_of() changes it
     return train
 
@@ -23,36 +24,38 @@ def number(pattern, text):
     return float(re.search(pattern, text)[1].replace(",", ""))
 
 
-def test_baselines_compute_the_same_loss(small):
-    """With our weights, transformers' dense and sparse heads end at our loss."""
+def test_transformers_with_our_weights_has_our_loss(small):
+    """With its dense and its sparse head."""
     run = new_run()
-    batch = small.masked_batch(run, 0, small.row_shape(0.5))
-    baselines = bench.make_baselines(run.model.config, batch, run.device, torch.float32)
-    ours, our_loss = baselines["nanocram"]
+    batch = small.masked_batch(run, 0, run.micro_batch, small.row_shape(0.5))
+    models = bench_modernbert.make_models(run.model.config, batch, run.device, torch.float32)
+    ours, our_loss = models["nanocram"]
     torch.nn.init.normal_(ours.model.layers[-1].mlp.Wo.weight)  # zero until here
     weights = to_folder_keys(ours.state_dict(), ours.config)
-    for theirs, loss_fn in baselines.values():
+    for theirs, loss_fn in models.values():
         if theirs is not ours:
             keys = theirs.load_state_dict(weights, strict=False)
             assert not keys.missing_keys and not keys.unexpected_keys
         assert loss_fn().item() == pytest.approx(our_loss().item(), rel=1e-5)
-    assert len(baselines) == 3
+    assert len(models) == 3
 
 
 def test_the_whole_report(small, monkeypatch, capsys):
     # torch.compile without inductor
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     put(monkeypatch, small, compile=True, data_dir="nowhere", max_steps=3)  # fewer than it takes
-    put(monkeypatch, bench, compare=True, profile=True)
+    put(monkeypatch, bench, profile=True)
     bench.main()
     text = capsys.readouterr().out
     assert "WARNING" not in text and "# of Calls" in text
     assert number(r"memory +([\d.]+) GiB", text) > 0.05
-
-    # MFU follows from the speed, and so does the comparison
+    # MFU follows from the speed
     flops = number(r"tokens/s +([\d,]+)", text) * number(r"([\d.,]+) MFLOP a token", text) * 1e6
     assert number(r"MFU +([\d.]+)%", text) / 100 == pytest.approx(flops / 1e12, rel=0.05, abs=1e-3)
-    ours, *theirs = table_cells(text)
+
+    put(monkeypatch, bench_modernbert, ROUNDS=2, TURN_SECONDS=0.1)
+    bench_modernbert.main()
+    ours, *theirs = table_cells(capsys.readouterr().out)
     assert ours[0] == "nanocram" and ours[2] == "1.00" and len(theirs) == 2
     for name, speed, faster in theirs:
         assert name.startswith("transformers")

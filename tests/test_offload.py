@@ -110,7 +110,7 @@ def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
     def no_memory(group):
         raise torch.OutOfMemoryError("out of memory")
 
-    loss = tried.loss_fn(*module.masked_batch(tried, 64, (128, 20)))["loss"]
+    loss = tried.loss_fn(*module.masked_batch(tried, 64, tried.micro_batch, (128, 20)))["loss"]
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(streamed_of(tried), "copy_to_host", no_memory)  # after the last block
         loss.backward()
@@ -161,7 +161,8 @@ def test_compiled_blocks_compute_the_same(setting, monkeypatch):
         setting(compile=compiled)
         run = new_run()
         ends.append((step(run, 0.9), run.model.state_dict()))
-        module.estimate_loss(run, [[x[:3] for x in module.masked_batch(run, 0, (128, 20))]])
+        batch = module.masked_batch(run, 0, run.micro_batch, (128, 20))
+        module.estimate_loss(run, [[x[:3] for x in batch]])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3 * compiled
     assert ends[0][0] == ends[1][0]
     assert_equal(ends[0][1], ends[1][1])

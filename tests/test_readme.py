@@ -85,7 +85,7 @@ SHORT = {  # appended to every command, so that it takes a second or two
     "bench.py": SMALL_RUN | {"bench_steps": 2, "batch_size": 8},
     "finetune_glue.py": {"seeds": 1, "epochs": 1, "dtype": "float32", "glue_dir": "GLUE"},
 }
-ELSEWHERE = {"--init=resume", "--compare=True"}  # other tests have these
+ELSEWHERE = {"--init=resume"}  # other tests have these
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_rows_are_cut_into_shorter_ones(train, setting):
     run = new_run()
     data = run.rows.read(8, 8)
     for shape in shapes.values():
-        ids, positions, labels = module.masked_batch(run, 8, shape)
+        ids, positions, labels = module.masked_batch(run, 8, 8, shape)
         wanted = data.view(-1, shape[0]).clone()
         wanted[:, 0] = CLS
         assert labels.shape == (len(wanted), shape[1])
@@ -71,7 +71,7 @@ def test_rows_are_cut_into_shorter_ones(train, setting):
     flops = [run.model.flops_per_token(*shape) for shape in shapes.values()]
     assert run.flops_per_token == pytest.approx(sum(flops) / 2)
     setting(seed=1)  # other masks
-    assert not torch.equal(positions, module.masked_batch(run, 8, shape)[1])
+    assert not torch.equal(positions, module.masked_batch(run, 8, 8, shape)[1])
 
 
 # A step
@@ -91,14 +91,19 @@ def test_muon_has_the_blocks_matrices_and_only_tables_and_head_decay(train, sett
     assert decayed == {"model.embeddings.tok_embeddings.weight", "head.dense.weight"}
 
 
-@pytest.mark.parametrize("grad_clip", [0.0, 0.1])
-def test_accumulation_gives_the_clipped_gradient_of_one_big_batch(train, setting, grad_clip):
-    """A step of 8 micro-batches against transformers' loss, a mean over all their labels."""
+@pytest.mark.parametrize(
+    ("grad_clip", "micro_batch", "rows"), [(0.0, 8, 8), (0.1, 32, 32), (0.1, 24, 8)]
+)
+def test_accumulation_gives_the_clipped_gradient_of_one_big_batch(
+    train, setting, grad_clip, micro_batch, rows
+):
+    """A step of 64 rows in passes of so many against transformers' loss, a mean over all labels."""
     # With zero_init half of the gradients would be zero on both sides.
     setting(zero_init=False, batch_size=64, batch_start=64, grad_clip=grad_clip)
     run = new_run()
+    run.micro_batch = micro_batch  # what does not divide a step is taken in units, of 8
     shape = _, n_predict = module.row_shape(0.5)
-    parts = [module.masked_batch(run, row, shape) for row in range(0, 64, 8)]
+    parts = [module.masked_batch(run, row, rows, shape) for row in range(0, 64, rows)]
     ids, positions, labels = (torch.cat(x) for x in zip(*parts, strict=True))
     assert labels.numel() == 64 * n_predict
     logits = run.model(ids)[torch.arange(64)[:, None], positions]
@@ -170,7 +175,7 @@ def test_compiled_equals_eager(train, setting):
     """Loss and every gradient of a micro-batch."""
     setting(n_layer=1, zero_init=False, compile=True)
     run = new_run()
-    batch = module.masked_batch(run, 0, (128, 20))
+    batch = module.masked_batch(run, 0, run.micro_batch, (128, 20))
     gradients = []
     for loss_fn in (run.loss_fn, module.make_loss(run.model, run.device, run.amp_dtype)):
         run.model.zero_grad()

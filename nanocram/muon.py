@@ -49,6 +49,6 @@ class Muon(torch.optim.Optimizer):
                 updates = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov's
                 if self.dtype == torch.float16:  # the square of a small gradient would be 0 in it
                     torch._foreach_div_(updates, [u.norm().clamp(min=EPS) for u in updates])
-                updates = orthogonalise(torch.stack([u.to(self.dtype) for u in updates]))
+                updates = orthogonalise(torch.stack(updates).to(self.dtype))
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(matrices, updates.float().unbind(), alpha=-size)

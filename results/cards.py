@@ -16,17 +16,18 @@ import math
 import isoflop
 
 # A step, compiled for sm_90, as traced on a stubbed card, where kernels and sizes are real and no
-# number is: 2026-11-24, torch 2.13.0, commit 0605cec, at 32 masked tokens a row (25 %).
+# number is: 2026-11-27, torch 2.13.0, commit COMMIT, at 32 masked tokens a row (25 %). Bytes in
+# float16 are those of 24f9515 and what was added in bfloat16.
 PRODUCTS = 583e6  # FLOP a token, in matrix products
 # Bytes a token, by fused kernels and by attention. Cards without bfloat16 take float16, and add up
 # the residual stream in float32.
-MOVED = {"bfloat16": 1_244e3 + 499e3, "float16": 1_658e3 + 335e3}
+MOVED = {"bfloat16": 1_263e3 + 499e3, "float16": 1_677e3 + 335e3}
 SUMMED = 1.435e9  # bytes a micro-batch, by sums of gradients
-LAUNCHES = 957  # a micro-batch: 387 of them fused kernels, 291 products
-UPDATE_PRODUCTS = 1.885e12  # FLOP a step: Muon's, of 96 matrices (by its formula)
+LAUNCHES = 1_045  # a micro-batch: 420 of them fused kernels, 339 products
+UPDATE_PRODUCTS = 1.957e12  # FLOP a step: Muon's, of 112 matrices
 UPDATE_MOVED = 8.0e9  # bytes a step: the optimisers' states, the norm, casts
 UPDATE_LAUNCHES = {"bfloat16": 364, "float16": 764}
-PEAK_GIB = {"bfloat16": {128: 7.2, 256: 12.6}, "float16": {128: 7.8, 256: 14.0}}  # by rows
+PEAK_GIB = {"bfloat16": {128: 7.2, 256: 12.6}, "float16": {128: 7.9, 256: 14.0}}  # by rows
 FLOP = 601e6  # of the model a token, for MFU; 596e6 in the mean of a day
 PARAMETERS = 119_595_776
 LAUNCH_SECONDS = 2e-6  # that a kernel costs a card beside its work, its queue being full
@@ -79,23 +80,22 @@ def seconds(card, flop, moved, launches):
 
 
 def micro_batch(card):
-    """Rows, by the halving of train.py; a twentieth of the card and half a GiB stay free."""
-    _, _, _, room, dtype, _ = card
+    """Rows, by the rule of train.py; a twentieth of the card and half a GiB stay free."""
+    n, _, _, room, dtype, _ = card
     peak = PEAK_GIB[dtype]
-    per_row = (peak[256] - peak[128]) / 128
-    rest = peak[128] - 128 * per_row
-    rows = 256
-    while rows > 1 and rest + rows * per_row > 0.95 * room - 0.5:
-        rows //= 2
-    return rows
+    units = (room - 0.5) // (peak[256] + 0.05 * room)
+    if n > 1 or units < 2:
+        return 256 if units else 128
+    return 1024 if units >= 4 else 512
 
 
 def step_seconds(card, rows):
     """Of an optimiser step of so many rows."""
     n, *_, dtype, link = card
-    tokens = 128 * micro_batch(card)
+    in_pass = micro_batch(card) if rows % micro_batch(card) == 0 else 256
+    tokens = 128 * in_pass
     one = seconds(card, tokens * PRODUCTS, tokens * MOVED[dtype] + SUMMED, LAUNCHES)
-    rounds = math.ceil(rows / micro_batch(card) / n)  # in the last one some may idle
+    rounds = math.ceil(rows / in_pass / n)  # in the last one some may idle
     update = seconds(card, UPDATE_PRODUCTS, UPDATE_MOVED, UPDATE_LAUNCHES[dtype])
     if n > 1:
         # Gradients in 4 bytes go into a buffer, over the link and back: of a sum over n cards a

@@ -32,7 +32,7 @@ budget_hours = 24.0             # wall-clock hours, from compiling to the last s
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
 micro_batch = 256               # rows per forward pass; out of memory: the next smaller divisor
-max_micro_batch = 1024          # doubled up to this where a GPU has room, if micro_batch is no flag
+max_micro_batch = 1024          # doubled up to this where a GPU has room; not if typed as a flag
 batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
 batch_ramp = 0.6                # share of the run in which they grow from 0 to it (paper 4.3) ...
 batch_start = 1024              # ... but never below this
@@ -402,7 +402,7 @@ def main():
     run.clock = clock = Clock(state)
     held_out_sets = set_up(run, held_out_rows)
     if master_process:
-        log.write_facts(micro_batch=run.micro_batch)
+        log.write_facts(micro_batch=run.unit, max_micro_batch=run.micro_batch)
 
     while True:
         # where the run is, by rank 0's clock; a signal to any rank stops them all
@@ -459,8 +459,8 @@ class Run:
     def __init__(self, rows, meta, tokenizer, dev, amp_dtype):
         self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
         self.device, self.amp_dtype = dev, amp_dtype
-        # rows in a pass, and in one where these do not divide the step; set_up() may change both
-        self.micro_batch = self.unit = micro_batch
+        self.micro_batch = micro_batch  # rows in a pass; set_up() finds out what fits
+        self.unit = micro_batch  # rows in a pass of a step that micro_batch does not divide
         self.state = State()
         self.clock = Clock(self.state)  # main() starts another one when the budget begins
         self.saved_step = -1  # state.step at the last save of this process
@@ -489,7 +489,7 @@ class Run:
         # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
         if compile and not offload:
             torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
-            torch._dynamo.config.recompile_limit = 8 + len(row_shapes())  # two sizes of passes
+            torch._dynamo.config.recompile_limit = 8 + len(row_shapes())  # two sizes of each
             torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
@@ -524,7 +524,7 @@ def take_all_passes(run, held_out_rows):
 def set_up(run, held_out_rows):
     """Compile all passes, find the micro_batch that fits; return the sets of held_out()."""
     state, clock = run.state, run.clock
-    largest = 0 if "micro_batch" in typed else min(max_micro_batch, batch_size)
+    largest = micro_batch if "micro_batch" in typed else math.gcd(max_micro_batch, batch_size)
     seconds = fit.find_micro_batch(run, take_all_passes, held_out_rows, largest, signals)
     sets = held_out(held_out_rows, run.unit)
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
@@ -650,7 +650,8 @@ def take_architecture(config, path):
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     allowed = {
-        "micro_batch eval_rows log_every n_layer n_head n_embd n_inner": (1, math.inf),
+        "micro_batch max_micro_batch eval_rows log_every": (1, math.inf),
+        "n_layer n_head n_embd n_inner": (1, math.inf),
         "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip": (0, math.inf),
         "warmup beta1 beta2 dropout": (0, 0.99999),
         "cooldown mask_token_share random_token_share": (0, 1),

@@ -61,8 +61,8 @@ def find_micro_batch(run, take_passes, held_out_rows, largest, signals):
     """Set a train.Run's micro_batch and unit; return the seconds that take_passes() returns.
 
     Both become smaller until take_passes(), which changes no weight, fits in memory on every rank;
-    exits if a single row is too much. Then micro_batch is doubled up to largest where a single GPU
-    has the room, and its passes are taken too."""
+    exits if a single row is too much. Then micro_batch is doubled, as long as it divides largest
+    and a single GPU has the memory, and its passes are taken too."""
     on_one_gpu = run.device.type == "cuda" and parallel.WORLD_SIZE == 1
     if on_one_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -84,10 +84,11 @@ def find_micro_batch(run, take_passes, held_out_rows, largest, signals):
         run.state.oom_micro_batch = run.unit
         torch.compiler.reset()  # drop the graphs of the larger size
 
-    if on_one_gpu:  # n times the rows take at most n times the memory
+    if on_one_gpu:
+        # twice the rows take at most twice the memory, for later_memory() stays as it is
         room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
         units = room // torch.cuda.max_memory_allocated()
-        while 2 * run.micro_batch <= min(largest, units * run.unit):
+        while largest % (2 * run.micro_batch) == 0 and 2 * run.micro_batch <= units * run.unit:
             run.micro_batch *= 2
     if run.micro_batch > run.unit:
         print(f"micro_batch={run.micro_batch}, for which there is memory")

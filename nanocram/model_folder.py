@@ -131,9 +131,10 @@ def load(folder, device="cpu"):
         # not by not_native(): a fork may have changed its switches' defaults since the save
         if spec["model_type"] == "modernbert":
             state = from_folder_keys(state, config)
-        for key in [key for key in state if ".mlp.Wi." in key]:
-            if len(state[key]) == 2 * config.n_inner:  # a ModernBERT's, or of before 2026-11-28
-                state[key], state[key.replace("Wi", "Wg")] = state[key].chunk(2)
+        for key in model.state_dict().keys() - state.keys():
+            if ".mlp.Wg." in key:  # half of a ModernBERT's Wi, and of ours until 2026-11-27
+                joined = key.replace("Wg", "Wi")
+                state[joined], state[key] = state[joined].chunk(2)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
@@ -161,8 +162,9 @@ def to_folder_keys(state, config):
     for key in [key for key in state if ".attn.Wq." in key]:
         parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
         state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
-    for key in [key for key in state if ".mlp.Wi." in key]:
-        state[key] = torch.cat((state[key], state.pop(key.replace("Wi", "Wg"))))
+    for key in [key for key in state if ".mlp.Wg." in key]:
+        joined = key.replace("Wg", "Wi")
+        state[joined] = torch.cat((state[joined], state.pop(key)))
     if not config.head_transform:
         state = {key.replace("model.final_norm", "head.norm"): t for key, t in state.items()}
         state |= identity_head(config)

@@ -107,7 +107,7 @@ class Log:
         is_resumed = run.saved_step >= 0
         before = read_facts(self.folder) if is_resumed else {}
         for name, was in before.get("settings", {}).items():
-            if name not in ("init", "micro_batch") and settings.get(name) != was:
+            if name not in ("init", "micro_batch", "max_micro_batch") and settings.get(name) != was:
                 print(f"{name} was {was!r} before the resume, and is {settings.get(name)!r} now")
         self.facts = {
             "parameters": sum(p.numel() for p in run.model.parameters()),
@@ -160,7 +160,7 @@ class Log:
             self.lines = [line for line in read_log(self.folder) if line["step"] <= state.step]
         else:
             new_folder(self.folder.resolve())
-        self.write_facts(self.run.micro_batch)
+        self.write_facts()
         # the tokenizer's files, with the length at which transformers has to cut
         config = json.loads((data_dir / "tokenizer_config.json").read_text("utf-8"))
         config["model_max_length"] = self.run.model.config.max_seq_len
@@ -168,9 +168,9 @@ class Log:
         write_text(self.folder / "tokenizer.json", (data_dir / "tokenizer.json").read_text("utf-8"))
         write_log(self.folder, self.lines)
 
-    def write_facts(self, micro_batch):
-        """Write run.json; micro_batch is the one in use."""
-        facts = {"settings": {**self.settings, "micro_batch": micro_batch}, **self.facts}
+    def write_facts(self, **found):
+        """Write run.json; found: settings as they turned out to fit."""
+        facts = {"settings": self.settings | found, **self.facts}
         write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
     def say_evaluation(self, losses, number):

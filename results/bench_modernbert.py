@@ -3,8 +3,9 @@
     python results/bench_modernbert.py config/small.py --compile=False
     python results/bench_modernbert.py --micro_batch=256    # on a GPU
 
-Settings are those of train.py. Rows are random tokens, steps are AdamW's; the models take turns, so
-that other work on the machine hits both. A figure is a median, with the range of the middle 80 %.
+Settings are those of train.py. A step is AdamW's, of micro_batch rows of random tokens; the models
+take turns, so that other work on the machine hits both. A figure is a median, with the range of the
+middle 80 %.
 """
 
 import statistics
@@ -88,5 +89,5 @@ def main():
 
 
 if __name__ == "__main__":
-    configure(vars(bench), sys.argv[1:], also=train)
+    configure(vars(train), sys.argv[1:])
     safety.run(main, "bench_modernbert.py", "nothing was kept", "type a smaller --micro_batch")

@@ -16,17 +16,16 @@ import math
 import isoflop
 
 # A step, compiled for sm_90, as traced on a stubbed card, where kernels and sizes are real and no
-# number is: 2026-11-27, torch 2.13.0, commit COMMIT, at 32 masked tokens a row (25 %). Bytes in
-# float16 are those of 24f9515 and what was added in bfloat16.
+# number is: 2026-11-27, torch 2.13.0, commit de4382c, at 32 masked tokens a row (25 %).
 PRODUCTS = 583e6  # FLOP a token, in matrix products
 # Bytes a token, by fused kernels and by attention. Cards without bfloat16 take float16, and add up
 # the residual stream in float32.
-MOVED = {"bfloat16": 1_263e3 + 499e3, "float16": 1_677e3 + 335e3}
+MOVED = {"bfloat16": 1_263e3 + 499e3, "float16": 1_685e3 + 335e3}
 SUMMED = 1.435e9  # bytes a micro-batch, by sums of gradients
 LAUNCHES = 1_045  # a micro-batch: 420 of them fused kernels, 339 products
 UPDATE_PRODUCTS = 1.957e12  # FLOP a step: Muon's, of 112 matrices
 UPDATE_MOVED = 8.0e9  # bytes a step: the optimisers' states, the norm, casts
-UPDATE_LAUNCHES = {"bfloat16": 364, "float16": 764}
+UPDATE_LAUNCHES = {"bfloat16": 303, "float16": 767}
 PEAK_GIB = {"bfloat16": {128: 7.2, 256: 12.6}, "float16": {128: 7.9, 256: 14.0}}  # by rows
 FLOP = 601e6  # of the model a token, for MFU; 596e6 in the mean of a day
 PARAMETERS = 119_595_776

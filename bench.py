@@ -77,7 +77,7 @@ def measure_speed(run):
     """Print the first step, tokens/s and MFU."""
     dev = run.device
     full_batch = train.batch_size
-    held_out_rows = run.rows.read(0, run.unit)
+    held_out_rows = run.rows.read(0, run.small_pass)
     setup_seconds, _ = machine.timed(dev, train.set_up, run, held_out_rows)
     if dev.type == "cuda":  # the search holds memory that a step does not
         torch.cuda.reset_peak_memory_stats()

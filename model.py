@@ -89,7 +89,7 @@ def rotate(x, cos, sin):
     """Rotary position embedding (arXiv 2104.09864) of x (B, T, H, D), in the rotate-half layout.
 
     cos and sin: (T, 1, D), or (B, T, 1, D) where each row has positions of its own. The first half
-    of sin has the minus of the rotation: so a roll will do, which a GPU reads without a copy."""
+    of sin is negated, so that a roll swaps the halves, which compiled code does without a copy."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 

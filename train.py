@@ -31,8 +31,7 @@ seed = 0                        # of the weights, the masks and the dropout
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
-micro_batch = 256               # rows per forward pass; out of memory: the next smaller divisor
-max_micro_batch = 1024          # doubled up to this where a GPU has room; not if typed as a flag
+micro_batch = 0                 # rows per forward pass; 0 = 256, or what a GPU holds up to 1024
 batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
 batch_ramp = 0.6                # share of the run in which they grow from 0 to it (paper 4.3) ...
 batch_start = 1024              # ... but never below this
@@ -108,6 +107,7 @@ from nanocram.offload import Streamed, check_offload
 from nanocram.tokenizer import CLS, MASK, Tokenizer
 
 GO_ON = "the same command with --init=resume goes on from the last checkpoint, if there is one"
+UNIT = 256  # a micro_batch of 0: steps have a multiple of so many rows, whatever fits in a pass
 MAX_SKIPPED = 50  # skipped steps in a row that end a run; float16 needs some to find its loss scale
 
 # -----------------------------------------------------------------------------
@@ -132,13 +132,14 @@ def lr_scale(progress):
 
 
 def batch_rows(progress):
-    """Rows per optimiser step, a multiple of micro_batch: a line from 0 to batch_size, but never
-    below batch_start (paper 4.3)."""
+    """Rows per optimiser step, a multiple of micro_batch or UNIT: a line from 0 to batch_size, but
+    never below batch_start (paper 4.3)."""
     if progress >= batch_ramp:
         return batch_size
-    # of the setting, not of run.micro_batch: a smaller card takes the same rows in each step
-    micro_batches = int(batch_size * progress / (batch_ramp * micro_batch)) + 1
-    return min(batch_size, max(batch_start, micro_batch * micro_batches))
+    # of the setting, not of run.micro_batch: any card takes the same rows in each step
+    unit = micro_batch or UNIT
+    units = int(batch_size * progress / (batch_ramp * unit)) + 1
+    return min(batch_size, max(batch_start, units * unit))
 
 
 def row_shape(progress):
@@ -171,6 +172,7 @@ class State:
     setup_seconds: float = 0.0  # of them: compiling, and finding micro_batch; over all resumes
     recent: dict = field(default_factory=dict)  # {"step", "eval", "save": seconds of the last 3}
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
+    largest_pass: int = 0  # rows in it, where a GPU was found to have room; 0: nobody has looked
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     sums: dict = field(default_factory=dict)  # {name: (steps, sum)} since the last line of log.csv
     longest_row: int = 0  # tokens of the longest rows in a step so far
@@ -310,7 +312,7 @@ def train_step(run, progress):
 
     # forward and backward, each rank on its share of the micro-batches; gradients add up in .grad
     means = {name: torch.zeros((), device=run.device) for name in run.loss_names}
-    n = run.micro_batch if n_rows % run.micro_batch == 0 else run.unit  # rows in a pass
+    n = run.micro_batch if n_rows % run.micro_batch == 0 else run.small_pass  # rows in each
     first_rows = range(state.rows_seen, state.rows_seen + n_rows, n)
     for first_row in first_rows[parallel.RANK :: parallel.WORLD_SIZE]:
         ids, positions, labels = masked_batch(run, first_row, n, shape)
@@ -402,7 +404,7 @@ def main():
     run.clock = clock = Clock(state)
     held_out_sets = set_up(run, held_out_rows)
     if master_process:
-        log.write_facts(micro_batch=run.unit, max_micro_batch=run.micro_batch)
+        log.write_facts(micro_batch=run.micro_batch)
 
     while True:
         # where the run is, by rank 0's clock; a signal to any rank stops them all
@@ -459,8 +461,8 @@ class Run:
     def __init__(self, rows, meta, tokenizer, dev, amp_dtype):
         self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
         self.device, self.amp_dtype = dev, amp_dtype
-        self.micro_batch = micro_batch  # rows in a pass; set_up() finds out what fits
-        self.unit = micro_batch  # rows in a pass of a step that micro_batch does not divide
+        # rows in a pass, and in those of a step that it does not divide; set_up() sees what fits
+        self.micro_batch = self.small_pass = micro_batch or UNIT
         self.state = State()
         self.clock = Clock(self.state)  # main() starts another one when the budget begins
         self.saved_step = -1  # state.step at the last save of this process
@@ -487,10 +489,10 @@ class Run:
         self.scaler.scale(torch.zeros((), device=where))
 
         # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
+        torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
+        torch._dynamo.config.recompile_limit = 8 + 2 * len(row_shapes())  # torch's, and two sizes
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
         if compile and not offload:
-            torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
-            torch._dynamo.config.recompile_limit = 8 + len(row_shapes())  # two sizes of each
-            torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
 
@@ -516,7 +518,7 @@ def take_all_passes(run, held_out_rows):
     shapes = row_shapes()
     passes = [machine.timed(run.device, forward_backward, s)[0] for s in shapes + 2 * shapes[:1]]
     # all batches of evaluations have one shape
-    batch = held_out(held_out_rows[: run.unit], run.unit)["val_loss_15"]
+    batch = held_out(held_out_rows[: run.small_pass], run.small_pass)["val_loss_15"]
     evaluations = [machine.timed(run.device, estimate_loss, run, batch)[0] for _ in range(3)]
     return min(passes[-2:]), min(evaluations)  # one may have been held up
 
@@ -524,9 +526,12 @@ def take_all_passes(run, held_out_rows):
 def set_up(run, held_out_rows):
     """Compile all passes, find the micro_batch that fits; return the sets of held_out()."""
     state, clock = run.state, run.clock
-    largest = micro_batch if "micro_batch" in typed else math.gcd(max_micro_batch, batch_size)
-    seconds = fit.find_micro_batch(run, take_all_passes, held_out_rows, largest, signals)
-    sets = held_out(held_out_rows, run.unit)
+    # a typed micro_batch is obeyed; a block of offload has graphs of its own
+    largest = 0 if micro_batch or offload else math.gcd(1024, batch_rows(1.0))
+    seconds = fit.find_micro_batch(
+        run, lambda: take_all_passes(run, held_out_rows), largest, signals
+    )
+    sets = held_out(held_out_rows, run.small_pass)
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE
@@ -650,9 +655,9 @@ def take_architecture(config, path):
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     allowed = {
-        "micro_batch max_micro_batch eval_rows log_every": (1, math.inf),
-        "n_layer n_head n_embd n_inner": (1, math.inf),
-        "seed budget_hours max_steps evals checkpoint_minutes lr muon_lr grad_clip": (0, math.inf),
+        "eval_rows log_every n_layer n_head n_embd n_inner": (1, math.inf),
+        "micro_batch seed budget_hours max_steps evals": (0, math.inf),
+        "checkpoint_minutes lr muon_lr grad_clip": (0, math.inf),
         "warmup beta1 beta2 dropout": (0, 0.99999),
         "cooldown mask_token_share random_token_share": (0, 1),
         "mask_rate mask_rate_end": (0.001, 0.9),
@@ -670,8 +675,8 @@ def check_settings(dev):
         if not (type(n) is type(k) is int and 0 < k < n and seq_len % n == 0):
             sys.exit(f"row_shape() is {n}, {k}: return a divisor of {seq_len}, and a smaller int")
     for n in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
-        if n < micro_batch or n % micro_batch:
-            wanted = f"batch_size and batch_start that are multiples of micro_batch={micro_batch}"
+        if n < 1 or n % (micro_batch or UNIT):
+            wanted = f"batch_size and batch_start that are multiples of {micro_batch or UNIT}"
             sys.exit(f"batch_rows() returns {n}: type {wanted}")
     if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
@@ -683,4 +688,4 @@ def check_settings(dev):
 
 
 if __name__ == "__main__":
-    safety.run(main, out_dir, GO_ON, "type --init=resume and half the micro_batch of run.json")
+    safety.run(main, out_dir, GO_ON, "type --init=resume and a --micro_batch below run.json's")

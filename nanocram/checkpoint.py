@@ -57,8 +57,8 @@ def load(run, path):
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
         states = run.model.state_dict(), ckpt["model"]
         if [any(".mlp.Wg." in key for key in state) for state in states] == [True, False]:
-            advice = f"or begin anew from its weights by --init={path.parent} --out_dir=ANOTHER"
-            sys.exit(f"{path} is of before 2026-11-28: git checkout 3cbf21b resumes it, {advice}")
+            said = f"{path} is of before Wi was split: git checkout 3cbf21b resumes it"
+            sys.exit(f"{said}, --init={path.parent} with another --out_dir takes its weights")
         run.model.load_state_dict(ckpt["model"])
         for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
             for group, ours in zip(saved["param_groups"], o.param_groups, strict=True):

@@ -34,18 +34,19 @@ def later_memory(run):
     return tensors
 
 
-def try_passes(run, take_passes, held_out_rows):
-    """The seconds that take_passes() returns, or None if memory ran out; its memory is freed."""
+def try_passes(run, take_passes):
+    """The seconds that take_passes() returns, or None if memory runs out; what it took is freed."""
     seconds = held = None
     try:
         held = later_memory(run)
         with compile_errors():
-            seconds = take_passes(run, held_out_rows)
+            seconds = take_passes()
     except Exception as e:
         if not safety.is_oom(e):
             raise
     for name, p in run.model.named_parameters():
-        if seconds and p.requires_grad and p.grad is None:
+        is_first = seconds and run.micro_batch == run.small_pass
+        if is_first and p.requires_grad and p.grad is None:
             print(f"WARNING: nothing reads {name}, so it is not trained")
     # free the memory; inside of `except` the traceback would keep it
     del held
@@ -57,43 +58,53 @@ def try_passes(run, take_passes, held_out_rows):
     return seconds
 
 
-def find_micro_batch(run, take_passes, held_out_rows, largest, signals):
-    """Set a train.Run's micro_batch and unit; return the seconds that take_passes() returns.
+def find_micro_batch(run, take_passes, largest, signals):
+    """Make a train.Run's micro_batch smaller until take_passes(), which changes no weight, fits in
+    memory on every rank; return the seconds that it returns. Exits if a single row is too much.
 
-    Both become smaller until take_passes(), which changes no weight, fits in memory on every rank;
-    exits if a single row is too much. Then micro_batch is doubled, as long as it divides largest
-    and a single GPU has the memory, and its passes are taken too."""
-    on_one_gpu = run.device.type == "cuda" and parallel.WORLD_SIZE == 1
-    if on_one_gpu:
+    Then one GPU with room takes up to largest rows, a multiple of micro_batch, if any."""
+    if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     while True:
         # after an out-of-memory error, of an earlier start too, take the next smaller divisor
-        while 0 < run.state.oom_micro_batch <= run.unit:
-            smaller = [n for n in range(1, run.unit) if run.unit % n == 0]
+        while 0 < run.state.oom_micro_batch <= run.micro_batch:
+            smaller = [n for n in range(1, run.micro_batch) if run.micro_batch % n == 0]
             if not smaller:
                 sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
-            run.micro_batch = run.unit = smaller[-1]
-            print(f"micro_batch={run.unit}, since a larger one ran out of memory")
-        seconds = try_passes(run, take_passes, held_out_rows)
+            run.micro_batch = run.small_pass = smaller[-1]
+            print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
+        seconds = try_passes(run, take_passes)
         # all ranks take the size that fits on each; there is no progress to agree on yet
         _, oom, stop = parallel.agree(0.0, seconds is None, signals.stop)
         if stop:
             return seconds or (0.0, 0.0)
         if not oom:
             break
-        run.state.oom_micro_batch = run.unit
+        run.state.oom_micro_batch = run.micro_batch
         torch.compiler.reset()  # drop the graphs of the larger size
 
-    if on_one_gpu:
-        # twice the rows take at most twice the memory, for later_memory() stays as it is
-        room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-        units = room // torch.cuda.max_memory_allocated()
-        while largest % (2 * run.micro_batch) == 0 and 2 * run.micro_batch <= units * run.unit:
-            run.micro_batch *= 2
-    if run.micro_batch > run.unit:
-        print(f"micro_batch={run.micro_batch}, for which there is memory")
-        larger = try_passes(run, take_passes, held_out_rows)
-        if larger is None:
-            run.micro_batch = run.unit
-        seconds = larger or seconds
+    on_one_gpu = run.device.type == "cuda" and parallel.WORLD_SIZE == 1
+    # larger passes brought an H100 6 %: a short budget is not worth a second compilation
+    is_worth = 50 * (run.clock.elapsed() - run.state.elapsed) < run.clock.left()
+    if largest and on_one_gpu and (run.state.largest_pass or is_worth):
+        seconds = double_micro_batch(run, take_passes, run.state.largest_pass or largest) or seconds
+    return seconds
+
+
+def double_micro_batch(run, take_passes, largest):
+    """Double micro_batch while it divides largest and the GPU has the memory; return the seconds of
+    these passes, or None if it stays as it is."""
+    # by the peak of the passes so far: twice the rows take at most twice of it
+    room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    most = room // torch.cuda.max_memory_allocated() * run.small_pass
+    while largest % (2 * run.micro_batch) == 0 and 2 * run.micro_batch <= most:
+        run.micro_batch *= 2
+    seconds = None
+    if run.micro_batch > run.small_pass:
+        print(f"micro_batch={run.micro_batch}, for which there should be memory")
+        seconds = try_passes(run, take_passes)
+    if seconds is None and run.micro_batch > run.small_pass:
+        run.micro_batch = run.small_pass
+        print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
+    run.state.largest_pass = run.micro_batch  # a resume takes no larger one: its masks would differ
     return seconds

@@ -132,7 +132,7 @@ def load(folder, device="cpu"):
         if spec["model_type"] == "modernbert":
             state = from_folder_keys(state, config)
         for key in model.state_dict().keys() - state.keys():
-            if ".mlp.Wg." in key:  # half of a ModernBERT's Wi, and of ours until 2026-11-27
+            if ".mlp.Wg." in key:  # half of a ModernBERT's Wi, and of ours until 3cbf21b
                 joined = key.replace("Wg", "Wi")
                 state[joined], state[key] = state[joined].chunk(2)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])

@@ -107,7 +107,7 @@ class Log:
         is_resumed = run.saved_step >= 0
         before = read_facts(self.folder) if is_resumed else {}
         for name, was in before.get("settings", {}).items():
-            if name not in ("init", "micro_batch", "max_micro_batch") and settings.get(name) != was:
+            if name not in ("init", "micro_batch") and settings.get(name) != was:
                 print(f"{name} was {was!r} before the resume, and is {settings.get(name)!r} now")
         self.facts = {
             "parameters": sum(p.numel() for p in run.model.parameters()),

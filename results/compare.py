@@ -39,8 +39,8 @@ def group_seeds(folders):
     groups = {}
     for folder in folders:
         facts, rows = load_run(folder)
-        # init and rows in a pass belong to the way, not to the recipe
-        ignored = ("seed", "out_dir", "init", "micro_batch", "max_micro_batch")
+        # init and micro_batch belong to the way, not to the recipe
+        ignored = ("seed", "out_dir", "init", "micro_batch")
         recipe = {name: v for name, v in facts["settings"].items() if name not in ignored}
         recipe = str(sorted(recipe.items())) + facts["device"]
         # equal seeds are of edited code: a line each

@@ -229,6 +229,8 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(run_of_3_steps):
     assert "does not fit" in refused(ckpt | {"model": ckpt["model"] | other_shape})
     assert "does not fit" in refused(ckpt | {"optimizers": ckpt["optimizers"][:1]})
     assert "does not fit" in refused(ckpt | {"config": ckpt["config"] | {"n_layer": 3}})
+    older = {key: tensor for key, tensor in ckpt["model"].items() if ".mlp.Wg." not in key}
+    assert "3cbf21b" in refused(ckpt | {"model": older})  # the last commit with one matrix for both
     assert "--data_dir" in refused(ckpt | {"data": "0"})
     assert "damaged" in refused({})
     assert "does not fit" in refused(ckpt | {"optimizer": "adamw"})  # which is taken over

@@ -84,8 +84,7 @@ needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="there is no such thing 
 def set_up(**settings):
     """The settings of a small run on the device, in this process, which has no other use."""
     machine.matmul_rate = lambda *where: 1e12  # seconds of work
-    changes = SMALL_MODEL | {"device": DEVICE, "data_dir": "nowhere", "samples": ""}
-    changes |= {"max_micro_batch": 8} | settings  # both devices take the same passes
+    changes = SMALL_MODEL | {"device": DEVICE, "data_dir": "nowhere", "samples": ""} | settings
     assert changes.keys() <= vars(train).keys()
     vars(train).update(changes)
 
@@ -209,8 +208,9 @@ def test_a_step_waits_once():
 
 def graphs(data_dir, out_dir):
     """(graphs, breaks) of a compiled run with ramp, mask decline, evaluations and saves."""
-    changes = {"compile": True, "n_layer": 1, "max_steps": 12, "batch_size": 32}
-    changes |= {"eval_rows": 21, "evals": 4, "dtype": "auto", "max_micro_batch": 1024}
+    changes = {"compile": True, "n_layer": 1, "max_steps": 12}
+    changes |= {"batch_start": 256, "batch_size": 512}
+    changes |= {"eval_rows": 21, "evals": 4, "dtype": "auto", "micro_batch": 0}
     set_up(data_dir=data_dir, out_dir=out_dir, **changes)
     if DEVICE == "cpu":  # where inductor takes a minute; it is Dynamo that decides
         torch.compile = functools.partial(torch.compile, backend="eager")
@@ -230,7 +230,7 @@ def graphs(data_dir, out_dir):
 
 def test_nothing_is_compiled_after_the_start(data_dir, tmp_path):
     n_graphs, breaks = answer(graphs, str(data_dir), str(tmp_path / "out"))
-    sizes = 2 if DEVICE == "cuda" else 1  # of passes: a GPU has room for 32 rows
+    sizes = 2 if DEVICE == "cuda" else 1  # of passes: a GPU has room for 512 rows
     assert n_graphs == 4 * sizes + 1  # training with four numbers of masks, and evaluation
     assert breaks == 0
 

@@ -66,7 +66,7 @@ def test_save_and_load_any_architecture(tmp_path, switches):
     assert torch.equal(model(ids), again(ids))
     assert again.decoder.weight is again.model.embeddings.tok_embeddings.weight
     weights = load_file(tmp_path / "model.safetensors")
-    for key in [key for key in weights if ".mlp.Wg." in key]:  # until 2026-11-27 a part of Wi
+    for key in [key for key in weights if ".mlp.Wg." in key]:  # until 3cbf21b a part of Wi
         gate = weights.pop(key)
         weights[key.replace("Wg", "Wi")] = torch.cat((weights[key.replace("Wg", "Wi")], gate))
     save_file(weights, tmp_path / "model.safetensors")

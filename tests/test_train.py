@@ -15,7 +15,7 @@ from conftest import ROOT, new_run, put
 
 import model as model_module
 import train as module
-from nanocram import machine, runlog
+from nanocram import fit, machine, runlog
 from nanocram.tokenizer import CLS
 
 
@@ -474,3 +474,31 @@ def test_micro_batch_halves_until_it_fits(train, setting, monkeypatch, capsys):
     setting(init="scratch")
     with pytest.raises(SystemExit, match="with a single row: use a smaller model"):
         module.main()
+
+
+@pytest.mark.parametrize(
+    ("room", "fails", "taken"), [(5, False, 32), (3, False, 16), (1, False, 8), (5, True, 8)]
+)
+def test_a_gpu_with_room_takes_more_rows(train, setting, monkeypatch, room, fails, taken):
+    """Of 8 rows, the card has room for so many times the peak. A resume takes no more."""
+    free = SimpleNamespace(bytes=100 * room)
+    stubs = {"memory_reserved": 0, "max_memory_allocated": 100, "empty_cache": None}
+    for name, value in (stubs | {"reset_peak_memory_stats": None}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.bytes, 0))
+    monkeypatch.setattr(fit, "later_memory", lambda run: [])
+    state, signals = module.State(), SimpleNamespace(stop=False)
+    for _ in range(2):
+        run = new_run()
+        run.state, run.device, tried = state, SimpleNamespace(type="cuda"), []
+
+        def take_passes(run=run, tried=tried):
+            tried.append(run.micro_batch)
+            if fails and run.micro_batch > 8:
+                raise MemoryError
+            return 1.0, 1.0
+
+        assert fit.find_micro_batch(run, take_passes, 32, signals) == (1.0, 1.0)
+        assert (run.micro_batch, run.small_pass) == (taken, 8)
+        assert len(tried) <= 2
+        free.bytes = 10_000

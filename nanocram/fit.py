@@ -101,7 +101,7 @@ def double_micro_batch(run, take_passes, largest):
         run.micro_batch *= 2
     seconds = None
     if run.micro_batch > run.small_pass:
-        print(f"micro_batch={run.micro_batch}, for which there should be memory")
+        print(f"micro_batch={run.micro_batch}, for which the GPU has memory")
         seconds = try_passes(run, take_passes)
     if seconds is None and run.micro_batch > run.small_pass:
         run.micro_batch = run.small_pass

@@ -188,7 +188,7 @@ def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, 
     there = shutil.copytree(finished[0], tmp_path / "disk/out")
     out = tmp_path / "out"
     out.symlink_to(there)
-    seconds = 12
+    seconds = 9
     settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out, "dtype": "auto"}
     settings |= {"budget_hours": seconds / 3600, "log_every": 1}
     run = subprocess.Popen(command("train.py", **settings))

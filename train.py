@@ -172,7 +172,7 @@ class State:
     setup_seconds: float = 0.0  # of them: compiling, and finding micro_batch; over all resumes
     recent: dict = field(default_factory=dict)  # {"step", "eval", "save": seconds of the last 3}
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
-    largest_pass: int = 0  # rows in it, where a GPU was found to have room; 0: nobody has looked
+    largest_pass: int = 1024  # most rows in a pass; of a resume, those before it: masks stay equal
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     sums: dict = field(default_factory=dict)  # {name: (steps, sum)} since the last line of log.csv
     longest_row: int = 0  # tokens of the longest rows in a step so far
@@ -404,7 +404,7 @@ def main():
     run.clock = clock = Clock(state)
     held_out_sets = set_up(run, held_out_rows)
     if master_process:
-        log.write_facts(micro_batch=run.micro_batch)
+        log.write_facts(rows_per_pass=run.micro_batch)
 
     while True:
         # where the run is, by rank 0's clock; a signal to any rank stops them all
@@ -461,7 +461,7 @@ class Run:
     def __init__(self, rows, meta, tokenizer, dev, amp_dtype):
         self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
         self.device, self.amp_dtype = dev, amp_dtype
-        # rows in a pass, and in those of a step that it does not divide; set_up() sees what fits
+        # rows in a pass; small_pass where they do not divide a step; set_up() finds both
         self.micro_batch = self.small_pass = micro_batch or UNIT
         self.state = State()
         self.clock = Clock(self.state)  # main() starts another one when the budget begins
@@ -490,7 +490,8 @@ class Run:
 
         # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
         torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
-        torch._dynamo.config.recompile_limit = 8 + 2 * len(row_shapes())  # torch's, and two sizes
+        # each shape in two sizes, evaluations, and a few for edits
+        torch._dynamo.config.recompile_limit = 2 * len(row_shapes()) + 4
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
         if compile and not offload:
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
@@ -526,8 +527,9 @@ def take_all_passes(run, held_out_rows):
 def set_up(run, held_out_rows):
     """Compile all passes, find the micro_batch that fits; return the sets of held_out()."""
     state, clock = run.state, run.clock
-    # a typed micro_batch is obeyed; a block of offload has graphs of its own
-    largest = 0 if micro_batch or offload else math.gcd(1024, batch_rows(1.0))
+    # what is typed is obeyed; a size that divides no full step would be compiled for nothing
+    may_grow = not micro_batch and not offload
+    largest = math.gcd(state.largest_pass, batch_rows(1.0)) if may_grow else 0
     seconds = fit.find_micro_batch(
         run, lambda: take_all_passes(run, held_out_rows), largest, signals
     )
@@ -669,14 +671,13 @@ def check_settings(dev):
     lr_scale(0.0)  # exits if the schedule is unknown
     if not budget_hours and not max_steps:
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
-    if compile and len(row_shapes()) > 7:
-        sys.exit(f"row_shape() has {len(row_shapes())} values, torch compiles 7: --compile=False")
     for n, k in row_shapes():  # yours too
         if not (type(n) is type(k) is int and 0 < k < n and seq_len % n == 0):
             sys.exit(f"row_shape() is {n}, {k}: return a divisor of {seq_len}, and a smaller int")
     for n in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
         if n < 1 or n % (micro_batch or UNIT):
-            wanted = f"batch_size and batch_start that are multiples of {micro_batch or UNIT}"
+            unit = micro_batch or UNIT
+            wanted = f"batch_size and batch_start that are multiples of {unit}, or --micro_batch=N"
             sys.exit(f"batch_rows() returns {n}: type {wanted}")
     if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
@@ -688,4 +689,4 @@ def check_settings(dev):
 
 
 if __name__ == "__main__":
-    safety.run(main, out_dir, GO_ON, "type --init=resume and a --micro_batch below run.json's")
+    safety.run(main, out_dir, GO_ON, "type --init=resume and a smaller --micro_batch")

@@ -56,9 +56,10 @@ def load(run, path):
         if ckpt["data"] != run.meta["sha256"]["train.bin"]:
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
         states = run.model.state_dict(), ckpt["model"]
-        if [any(".mlp.Wg." in key for key in state) for state in states] == [True, False]:
-            said = f"{path} is of before Wi was split: git checkout 3cbf21b resumes it"
-            sys.exit(f"{said}, --init={path.parent} with another --out_dir takes its weights")
+        has_gates = [any(".mlp.Wg." in key for key in state) for state in states]
+        if has_gates == [True, False]:
+            advice = f"or begin from its weights, --init={path.parent} with another --out_dir"
+            sys.exit(f"{path} is older than the split of Wi: resume it at commit 3cbf21b, {advice}")
         run.model.load_state_dict(ckpt["model"])
         for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
             for group, ours in zip(saved["param_groups"], o.param_groups, strict=True):

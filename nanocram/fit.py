@@ -44,9 +44,9 @@ def try_passes(run, take_passes):
     except Exception as e:
         if not safety.is_oom(e):
             raise
+    is_first_size = seconds and run.micro_batch == run.small_pass
     for name, p in run.model.named_parameters():
-        is_first = seconds and run.micro_batch == run.small_pass
-        if is_first and p.requires_grad and p.grad is None:
+        if is_first_size and p.requires_grad and p.grad is None:
             print(f"WARNING: nothing reads {name}, so it is not trained")
     # free the memory; inside of `except` the traceback would keep it
     del held
@@ -62,7 +62,7 @@ def find_micro_batch(run, take_passes, largest, signals):
     """Make a train.Run's micro_batch smaller until take_passes(), which changes no weight, fits in
     memory on every rank; return the seconds that it returns. Exits if a single row is too much.
 
-    Then one GPU with room takes up to largest rows, a multiple of micro_batch, if any."""
+    Then one GPU with room takes up to largest rows; 0 leaves micro_batch as it is."""
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     while True:
@@ -84,10 +84,11 @@ def find_micro_batch(run, take_passes, largest, signals):
         torch.compiler.reset()  # drop the graphs of the larger size
 
     on_one_gpu = run.device.type == "cuda" and parallel.WORLD_SIZE == 1
-    # larger passes brought an H100 6 %: a short budget is not worth a second compilation
-    is_worth = 50 * (run.clock.elapsed() - run.state.elapsed) < run.clock.left()
-    if largest and on_one_gpu and (run.state.largest_pass or is_worth):
-        seconds = double_micro_batch(run, take_passes, run.state.largest_pass or largest) or seconds
+    # they brought an H100 6 %: in a short budget a second compilation costs more
+    pays_off = 50 * (run.clock.elapsed() - run.state.elapsed) < run.clock.left()
+    if largest and on_one_gpu and (run.state.step or pays_off):
+        seconds = double_micro_batch(run, take_passes, largest) or seconds
+    run.state.largest_pass = run.micro_batch
     return seconds
 
 
@@ -99,12 +100,8 @@ def double_micro_batch(run, take_passes, largest):
     most = room // torch.cuda.max_memory_allocated() * run.small_pass
     while largest % (2 * run.micro_batch) == 0 and 2 * run.micro_batch <= most:
         run.micro_batch *= 2
-    seconds = None
-    if run.micro_batch > run.small_pass:
-        print(f"micro_batch={run.micro_batch}, for which the GPU has memory")
-        seconds = try_passes(run, take_passes)
-    if seconds is None and run.micro_batch > run.small_pass:
+    seconds = try_passes(run, take_passes) if run.micro_batch > run.small_pass else None
+    if seconds is None:
         run.micro_batch = run.small_pass
-        print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
-    run.state.largest_pass = run.micro_batch  # a resume takes no larger one: its masks would differ
+    print(f"micro_batch={run.micro_batch}, for which the GPU has memory")
     return seconds

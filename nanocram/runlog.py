@@ -107,7 +107,7 @@ class Log:
         is_resumed = run.saved_step >= 0
         before = read_facts(self.folder) if is_resumed else {}
         for name, was in before.get("settings", {}).items():
-            if name not in ("init", "micro_batch") and settings.get(name) != was:
+            if name != "init" and settings.get(name) != was:
                 print(f"{name} was {was!r} before the resume, and is {settings.get(name)!r} now")
         self.facts = {
             "parameters": sum(p.numel() for p in run.model.parameters()),
@@ -169,8 +169,9 @@ class Log:
         write_log(self.folder, self.lines)
 
     def write_facts(self, **found):
-        """Write run.json; found: settings as they turned out to fit."""
-        facts = {"settings": self.settings | found, **self.facts}
+        """Write run.json; found: what setting up has found out."""
+        self.facts |= found
+        facts = {"settings": self.settings, **self.facts}
         write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
     def say_evaluation(self, losses, number):

@@ -257,7 +257,7 @@ def halving(data_dir, out_dir):
     rows |= {"micro_batch": 1024, "batch_start": 1024}
     set_up(data_dir=data_dir, out_dir=out_dir, compile=True, max_steps=10, **rows)
     train.main()
-    fitted = runlog.read_facts(out_dir)["settings"]["micro_batch"]
+    fitted = runlog.read_facts(out_dir)["rows_per_pass"]
     steps = runlog.read_log(out_dir)[-1]["step"]
     return fitted, steps, torch.cuda.memory_reserved(), allowed
 

@@ -102,7 +102,7 @@ def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path
     out = tmp_path / "out"
     ranks = torchrun(tmp_path, **settings | {"micro_batch": 16}, out_dir=out)
     wait_for_step(out, 6, ranks)
-    assert runlog.read_facts(out)["settings"]["micro_batch"] == 8
+    assert runlog.read_facts(out)["rows_per_pass"] == 8
     os.kill(worker(ranks, 1), signal.SIGTERM)
     said, _ = ranks.communicate(timeout=60)
     assert ranks.returncode == 0 and "stopped at step" in said, said

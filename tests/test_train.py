@@ -469,7 +469,7 @@ def test_micro_batch_halves_until_it_fits(train, setting, monkeypatch, capsys):
     room.rows = 24
     setting(init="resume", max_steps=2)
     module.main()
-    assert runlog.read_facts(train.out_dir)["settings"]["micro_batch"] == 3
+    assert runlog.read_facts(train.out_dir)["rows_per_pass"] == 3
     room.rows = 0
     setting(init="scratch")
     with pytest.raises(SystemExit, match="with a single row: use a smaller model"):
@@ -477,7 +477,8 @@ def test_micro_batch_halves_until_it_fits(train, setting, monkeypatch, capsys):
 
 
 def test_a_gpu_with_room_takes_more_rows(train, setting, monkeypatch):
-    """By the peak of 8 rows, on a stubbed card. A resume, which has more room, takes no more."""
+    """By the peak of 256 rows, on a stubbed card. A resume, which has more room, takes no more."""
+    setting(micro_batch=0, batch_size=1024, batch_start=256)
     stubs = {"memory_reserved": 0, "max_memory_allocated": 100}
     for name, value in (stubs | {"empty_cache": None, "reset_peak_memory_stats": None}).items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -486,22 +487,22 @@ def test_a_gpu_with_room_takes_more_rows(train, setting, monkeypatch):
     run.device = SimpleNamespace(type="cuda")
 
     def taken(room, fails=False):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * room, 0))
-        run.micro_batch = run.small_pass = 8
         tried = []
 
-        def take_passes():
+        def take_all_passes(run, rows):
             tried.append(run.micro_batch)
-            if fails and run.micro_batch > 8:
+            if fails and run.micro_batch > 256:
                 raise MemoryError
             return 1.0, 1.0
 
-        signals = SimpleNamespace(stop=False)
-        assert fit.find_micro_batch(run, take_passes, 32, signals) == (1.0, 1.0)
-        assert len(tried) <= 2 and run.small_pass == 8
+        setting(take_all_passes=take_all_passes)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * room, 0))
+        run.micro_batch = run.small_pass = 256
+        module.set_up(run, run.rows.read(0, 8))
+        assert len(tried) <= 2 and run.small_pass == 256
         return run.micro_batch
 
-    for room, fails, rows in ((5, False, 32), (3, False, 16), (1, False, 8), (5, True, 8)):
-        run.state = module.State()
+    for room, fails, rows in ((5, False, 1024), (3, False, 512), (1, False, 256), (5, True, 256)):
+        run.state = run.clock.state = module.State()
         assert taken(room, fails) == rows
         assert taken(1000) == rows

@@ -528,8 +528,7 @@ def set_up(run, held_out_rows):
     """Compile all passes, find the micro_batch that fits; return the sets of held_out()."""
     state, clock = run.state, run.clock
     # what is typed is obeyed; a size that divides no full step would be compiled for nothing
-    may_grow = not micro_batch and not offload
-    largest = math.gcd(state.largest_pass, batch_rows(1.0)) if may_grow else 0
+    largest = 0 if micro_batch or offload else math.gcd(state.largest_pass, batch_rows(1.0))
     seconds = fit.find_micro_batch(
         run, lambda: take_all_passes(run, held_out_rows), largest, signals
     )

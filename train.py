@@ -172,7 +172,7 @@ class State:
     setup_seconds: float = 0.0  # of them: compiling, and finding micro_batch; over all resumes
     recent: dict = field(default_factory=dict)  # {"step", "eval", "save": seconds of the last 3}
     oom_micro_batch: int = 0  # the smallest micro_batch that did not fit in memory
-    largest_pass: int = 1024  # most rows in a pass; of a resume, those before it: masks stay equal
+    largest_pass: int = 1024  # most rows in a pass; a resume keeps what was taken, for its masks
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     sums: dict = field(default_factory=dict)  # {name: (steps, sum)} since the last line of log.csv
     longest_row: int = 0  # tokens of the longest rows in a step so far

@@ -84,7 +84,7 @@ def find_micro_batch(run, take_passes, largest, signals):
         torch.compiler.reset()  # drop the graphs of the larger size
 
     on_one_gpu = run.device.type == "cuda" and parallel.WORLD_SIZE == 1
-    # they brought an H100 6 %: in a short budget a second compilation costs more
+    # larger passes brought an H100 6 %: in a short budget a second compilation costs more
     pays_off = 50 * (run.clock.elapsed() - run.state.elapsed) < run.clock.left()
     if largest and on_one_gpu and (run.state.step or pays_off):
         seconds = double_micro_batch(run, take_passes, largest) or seconds

@@ -673,9 +673,9 @@ def check_settings(dev):
     for n, k in row_shapes():  # yours too
         if not (type(n) is type(k) is int and 0 < k < n and seq_len % n == 0):
             sys.exit(f"row_shape() is {n}, {k}: return a divisor of {seq_len}, and a smaller int")
+    unit = micro_batch or UNIT
     for n in {batch_rows(i / 1000) for i in range(1001)}:  # a ramp of yours too
-        if n < 1 or n % (micro_batch or UNIT):
-            unit = micro_batch or UNIT
+        if n < unit or n % unit:
             wanted = f"batch_size and batch_start that are multiples of {unit}, or --micro_batch=N"
             sys.exit(f"batch_rows() returns {n}: type {wanted}")
     if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):

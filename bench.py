@@ -61,10 +61,10 @@ def new_run():
     return train.Run(RandomRows(train.seq_len, dev), {}, None, dev, amp_dtype)
 
 
-def median_and_range(values, form=",.0f"):
+def median_and_range(values):
     """Median and the range of the middle 80 %, in words."""
     low, *_, high = statistics.quantiles(values, n=10, method="inclusive")
-    return f"{statistics.median(values):{form}} ({low:{form}} to {high:{form}})"
+    return f"{statistics.median(values):,.0f} ({low:,.0f} to {high:,.0f})"
 
 
 def step_of(run, micro_batches):
@@ -82,9 +82,8 @@ def measure_speed(run):
     if dev.type == "cuda":  # the search holds memory that a step does not
         torch.cuda.reset_peak_memory_stats()
     first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
-    print(
-        f"first step   {first + setup_seconds:.1f} s, with compiling and the search for micro_batch"
-    )
+    seconds = first + setup_seconds
+    print(f"first step   {seconds:.1f} s, with compiling and the search for micro_batch")
 
     # steps of about 2 s, or less, between two measurements of the yardstick
     n_micro = max(1, min(full_batch // run.micro_batch, int(2 / min(others))))

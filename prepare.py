@@ -519,9 +519,8 @@ def main():
         every = sorted(itertools.chain(*files.values()), key=lambda file: file[0].startswith(HUB))
         print(f"reading     {sum(size for _, size in every) / 1e6:,.1f} MB, {len(every)} files")
         if plan.setdefault("files", every) != every:
-            print(
-                f"WARNING: files have changed; for a vocabulary of these delete {data_dir}, rerun"
-            )
+            again = f"for a vocabulary of these delete {data_dir}, rerun"
+            print(f"WARNING: files have changed; {again}")
         if "val_share" not in plan:
             with new_processes(1) as pool:  # its memory ends with it, and its readers
                 plan["val_share"] = pool.submit(make_vocabulary, files, folder).result()

@@ -155,8 +155,7 @@ def batches_by_length(length, size, seed):
     are sorted in some 8 pools or more, of at most 64 batches: each epoch a row meets others."""
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(length))
-    if len(rows) > size:
-        rows = rows[: len(rows) - len(rows) % size]
+    rows = rows[: max(size, len(rows) // size * size)]
     pool_size = size * min(64, max(1, len(rows) // size // 8))
     pools = [rows[i : i + pool_size] for i in range(0, len(rows), pool_size)]
     rows = np.concatenate([pool[np.argsort(length[pool], kind="stable")] for pool in pools])

@@ -178,12 +178,6 @@ def group(runs):
     return groups
 
 
-def median(runs, metric):
-    """Of the runs that have scores; NaN if all have diverged."""
-    values = [run["scores"][metric] for run in runs if run["scores"]]
-    return float(np.median(values)) if values else np.nan
-
-
 def shortcomings(runs):
     """Why a task has a * in the table, line by line: missing rows, diverged seeds."""
     task = TASKS[runs[0]["task"]]
@@ -206,7 +200,8 @@ def table_row(name, tasks):
         if task not in tasks:
             cells.append("–")
             continue
-        medians.append(median(tasks[task], metric))
+        scores = [run["scores"][metric] for run in tasks[task] if run["scores"]]
+        medians.append(np.median(scores) if scores else np.nan)  # NaN if all have diverged
         cells.append(f"{medians[-1]:.1f}{'*' if shortcomings(tasks[task]) else ''}")
     star = "*" if any(cell.endswith("*") for cell in cells) else ""
     mean = f"{np.mean(medians):.1f}{star}" if medians else "–"

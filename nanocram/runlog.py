@@ -316,22 +316,6 @@ def plot(folder):
 CARD_BEGIN = """---
 # written anew with every save: take this line out, and your edits stay
 """
-CARD = """{begin}{front}
-license: other  # yours to choose
-tags: [masked-lm, cramming]
----
-
-# {name}
-
-A masked language model of {run[parameters]:,} parameters, pre-trained by nanocram after
-[Cramming](https://arxiv.org/abs/2212.14034), on {run[processes]} × {run[device]} and
-{trained[tokens]:,} tokens of {sources}. After {hours:.2f} hours and {line[step]:,} steps of its
-last run its loss on held-out text was {line[val_loss_15]:.3f} nats per token with 15 % masked,
-and {line[val_loss_25]:.3f} with 25 %. It takes up to {config[max_seq_len]} tokens, and was trained
-on rows of {trained[seq_len]}. `run.json` has all settings, `log.csv` every logged step.
-
-{use}
-"""
 NATIVE_USE = """```python
 from transformers import pipeline
 print(pipeline("fill-mask", model="{name}")("the capital of france is [MASK]."))
@@ -362,16 +346,21 @@ def write_card(folder, glue_table=()):
     if glue_table:
         use = "\n".join([use, "", "## GLUE, dev sets", "", *glue_table])
     sources = " and ".join(f"`{source}`" for source in dict.fromkeys(trained["sources"]))
-    text = CARD.format(
-        begin=CARD_BEGIN,
-        front=front,
-        name=name,
-        run=facts,
-        trained=trained,
-        sources=sources,
-        hours=line["elapsed_s"] / 3600,
-        line=line,
-        config=config["nanocram"],
-        use=use,
-    )
+    hours, longest = line["elapsed_s"] / 3600, config["nanocram"]["max_seq_len"]
+    text = f"""{CARD_BEGIN}{front}
+license: other  # yours to choose
+tags: [masked-lm, cramming]
+---
+
+# {name}
+
+A masked language model of {facts["parameters"]:,} parameters, pre-trained by nanocram after
+[Cramming](https://arxiv.org/abs/2212.14034), on {facts["processes"]} × {facts["device"]} and
+{trained["tokens"]:,} tokens of {sources}. After {hours:.2f} hours and {line["step"]:,} steps of its
+last run its loss on held-out text was {line["val_loss_15"]:.3f} nats per token with 15 % masked,
+and {line["val_loss_25"]:.3f} with 25 %. It takes up to {longest} tokens, and was trained
+on rows of {trained["seq_len"]}. `run.json` has all settings, `log.csv` every logged step.
+
+{use}
+"""
     write_text(path, text)

@@ -98,8 +98,8 @@ SETTINGS = configure(globals())  # {name: default}; before the slow imports, so 
 import numpy as np
 import torch
 
-from model import ACTIVATIONS, MaskedLM, ModelConfig, check_mixing, make_loss
-from nanocram import checkpoint, fit, machine, model_folder, parallel, runlog, safety
+from model import ACTIVATIONS, FOR_TRAINING, MaskedLM, ModelConfig, make_loss
+from nanocram import checkpoint, edits, fit, machine, model_folder, parallel, runlog, safety
 from nanocram.data import IGNORE, Rows, held_out, load_meta
 from nanocram.machine import now
 from nanocram.muon import Muon
@@ -161,7 +161,7 @@ def row_shapes():
 
 @dataclass(slots=True)  # so that a name that is no field, and would be lost, is an error
 class State:
-    """Where the loop is. A checkpoint has this, the weights, the optimisers and the loss scale."""
+    """Where the loop is: what a checkpoint has beside weights, optimisers and loss scale."""
 
     step: int = 0  # optimiser steps done, skipped ones included
     rows_seen: int = 0  # where the next step starts to read; it counts on through all epochs
@@ -176,7 +176,7 @@ class State:
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     sums: dict = field(default_factory=dict)  # {name: (steps, sum)} since the last line of log.csv
     longest_row: int = 0  # tokens of the longest rows in a step so far
-    tensors: dict = field(default_factory=dict)  # a fork's own, such as a mean of the weights
+    tensors: dict = field(default_factory=dict)  # yours, such as a mean of the weights
     began_from: dict = field(default_factory=dict)  # {"model": a folder, **its trained_on}
 
 
@@ -238,9 +238,10 @@ def draw_masks(run, rows, n_predict):
     token, the rest stays. [CLS], at position 0, is never chosen. run is for a rule of yours: for
     whole words, run.begins_word[rows] (B, T) is True where a word begins."""
     B, T = rows.shape
-    # the K largest of T - 1 random numbers: K places without replacement, in random order
+    # the K largest of T - 1 random numbers: K places without replacement
     scores = torch.rand(B, T - 1, device=rows.device)
-    positions = scores.topk(n_predict).indices + 1
+    order = torch.rand(B, n_predict, device=rows.device).argsort(1)  # whatever the scores are
+    positions = 1 + scores.topk(n_predict).indices.gather(1, order)
     labels = rows.gather(1, positions)
     n_mask = round(n_predict * mask_token_share)
     n_random = min(n_predict - n_mask, round(n_predict * random_token_share))
@@ -272,7 +273,8 @@ def build_optimizers(model, amp_dtype):
     """[AdamW or Adam, and perhaps one for the blocks' matrices]. A group's "peak_lr" is its peak
     learning rate; its "column" in log.csv has the largest rate of the groups that share it."""
     blocks = model.model.layers.modules()
-    matrices = [module.weight for module in blocks if isinstance(module, torch.nn.Linear)]
+    linear = [module for module in blocks if isinstance(module, torch.nn.Linear)]
+    matrices = list(dict.fromkeys(module.weight for module in linear))  # each once, if shared
     if optimizer == "muon":
         others = [Muon(matrices, muon_lr, muon_weight_decay, dtype=amp_dtype)]
     elif optimizer in ("adamw", "adam"):
@@ -293,7 +295,7 @@ def build_optimizers(model, amp_dtype):
     optimizers = [adam(groups, **how), *others]
     for o in optimizers:
         for group in o.param_groups:
-            group["peak_lr"] = group["lr"]  # checkpoint.load() keeps that of this command
+            group["peak_lr"] = group["lr"]  # a resume takes this command's: do not change it
             group.setdefault("column", f"{type(o).__name__.lower()}_lr" if o in others else "lr")
     return optimizers
 
@@ -311,17 +313,17 @@ def train_step(run, progress):
             rates[group["column"]] = max(group["lr"], rates.get(group["column"], 0.0))
 
     # forward and backward, each rank on its share of the micro-batches; gradients add up in .grad
-    means = {name: torch.zeros((), device=run.device) for name in run.loss_names}
+    means = {name: torch.zeros_like(x) for name, x in run.loss_like.get(shape, {}).items()}
     n = run.micro_batch if n_rows % run.micro_batch == 0 else run.small_pass  # rows in each
+    n_rows = n * max(1, math.ceil(n_rows / n))  # a batch of yours may have any number of rows
     first_rows = range(state.rows_seen, state.rows_seen + n_rows, n)
     for first_row in first_rows[parallel.RANK :: parallel.WORLD_SIZE]:
         ids, positions, labels = masked_batch(run, first_row, n, shape)
-        sums = run.loss_fn(ids, positions, labels)  # {"loss": sum over the labels, ...}
-        # divide by the labels of the whole step: each micro-batch, on any rank, has as many
-        labels_in_step = labels.numel() * len(first_rows)
-        run.scaler.scale(sums["loss"] / labels_in_step).backward()
-        for name, value in sums.items():
-            means[name] = means.get(name, 0.0) + value.detach().float() / labels_in_step
+        losses = run.loss_fn(ids, positions, labels)  # {"loss": mean over the labels, ...}
+        # the mean over the step, since all its micro-batches have as many labels
+        run.scaler.scale(losses["loss"] / len(first_rows)).backward()
+        for name, value in losses.items():
+            means[name] = means.get(name, 0.0) + value.detach().float() / len(first_rows)
         # read the next rows while a GPU is busy with these
         run.rows.prefetch(first_row + parallel.WORLD_SIZE * n, n)
 
@@ -338,7 +340,8 @@ def train_step(run, progress):
         run.scaler.unscale_(o)
     norms = [torch.linalg.vector_norm(weight.grad, dim=-1) for weight in weights]
     norm = torch.nn.utils.get_total_norm(norms)
-    measured = means | {"grad_norm": norm}  # 0-d tensors: add yours, and log.csv has them
+    measured = {name: mean.squeeze() for name, mean in means.items() if mean.numel() == 1}
+    measured |= {"grad_norm": norm}  # 0-d tensors: add yours, and log.csv has them
     torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, norm)
 
     # the one wait for the device in a step
@@ -349,6 +352,7 @@ def train_step(run, progress):
     if math.isfinite(measured["loss"]) and math.isfinite(measured["grad_norm"]):
         for o in run.optimizers:
             o.step()  # not scaler.step(), which would wait for the device once more
+        # a number that the update yields, or what is kept in State, belongs here
         for name, value in measured.items():
             steps, total = state.sums.get(name, (0, 0.0))
             state.sums[name] = steps + 1, total + value
@@ -434,7 +438,8 @@ def main():
         if last_turn:
             break
 
-        with clock.timed("step"), fit.compile_errors():
+        watched = edits.only_state_changes(run, globals(), in_pass=False)
+        with clock.timed("step"), fit.compile_errors(), watched:
             train_step(run, progress)
         if master_process:
             log.after_step(clock.progress())
@@ -467,16 +472,17 @@ class Run:
         self.clock = Clock(self.state)  # main() starts another one when the budget begins
         self.saved_step = -1  # state.step at the last save of this process
         self.saved_at = now()
-        self.loss_names = []  # what loss_fn returns: a rank may have no micro-batch in a step
+        self.loss_like = {}  # {row_shape(): what loss_fn returns}, for ranks without a micro-batch
         begins_word = tokenizer.begins_word() if tokenizer else [True] * vocab_size  # bench.py
         self.begins_word = torch.tensor(begins_word, device=dev)
 
         # init the model, the same on every rank
         torch.manual_seed(seed)
         if offload:  # it stays in host memory, and its blocks stream through the device
-            self.model = Streamed(model_config(), dev, amp_dtype, compile).model
+            streamed = Streamed(model_config(), dev, amp_dtype, compile)
+            self.model, self.twin = streamed.model, streamed.twin  # which computes, on the device
         else:
-            self.model = MaskedLM(model_config()).to(dev)
+            self.model = self.twin = MaskedLM(model_config()).to(dev)
         flops = {shape: self.model.flops_per_token(*shape) for shape in row_shapes()}
         self.flops_per_token = fmean(flops[row_shape(i / 1000)] for i in range(1000))
         self.loss_fn = make_loss(self.model, dev, amp_dtype)
@@ -511,17 +517,25 @@ def take_all_passes(run, held_out_rows):
     caller drops the gradients. Returns the seconds of a pass of training and of evaluation."""
 
     def forward_backward(shape):
-        sums = run.loss_fn(*masked_batch(run, run.state.rows_seen, run.micro_batch, shape))
-        sums["loss"].backward()
-        run.loss_names = list(sums)
+        with edits.only_state_changes(run, globals(), in_pass=True):
+            losses = run.loss_fn(*masked_batch(run, run.state.rows_seen, run.micro_batch, shape))
+        if not run.loss_like:
+            edits.check_loss(run, losses["loss"])
+        losses["loss"].backward()
+        run.loss_like[shape] = {name: x.detach().float() for name, x in losses.items()}
+        return losses["loss"].item()
 
     # the largest shape twice more at the end, now that the gradients are in memory
     shapes = row_shapes()
-    passes = [machine.timed(run.device, forward_backward, s)[0] for s in shapes + 2 * shapes[:1]]
+    passes = [machine.timed(run.device, forward_backward, s) for s in shapes + 2 * shapes[:1]]
+    seconds, losses = zip(*passes, strict=True)
+    if not np.isclose(losses[0], losses[-1], rtol=1e-4, equal_nan=True):
+        said = "the same rows, weights and seed give another loss"
+        sys.exit(f"{said}: draw from torch's generator, and let train_step() alone change State")
     # all batches of evaluations have one shape
     batch = held_out(held_out_rows[: run.small_pass], run.small_pass)["val_loss_15"]
     evaluations = [machine.timed(run.device, estimate_loss, run, batch)[0] for _ in range(3)]
-    return min(passes[-2:]), min(evaluations)  # one may have been held up
+    return min(seconds[-2:]), min(evaluations)  # one may have been held up
 
 
 def set_up(run, held_out_rows):
@@ -556,7 +570,8 @@ def eval_weights(run):
 def estimate_loss(run, batches):
     """Nats per predicted token over batches of held_out()."""
     run.model.eval()
-    total = sum(run.loss_fn(*(t.to(run.device) for t in batch))["loss"] for batch in batches)
+    means = (run.loss_fn(*(t.to(run.device) for t in batch))["loss"] for batch in batches)
+    total = sum(mean * batch[2].numel() for mean, batch in zip(means, batches, strict=True))
     count = sum((labels != IGNORE).sum() for _, _, labels in batches)
     run.model.train()
     return total.item() / count.item()
@@ -643,7 +658,7 @@ def take_architecture(config, path):
     if config["position_embedding"] != "learned":  # no table of weights ends there
         is_typed = "max_seq_len" in typed
         config["max_seq_len"] = max_seq_len if is_typed else max(config["max_seq_len"], seq_len)
-    bound = SETTINGS.keys() - {"dropout", "zero_init"}
+    bound = SETTINGS.keys() - FOR_TRAINING
     other = {k: v for k, v in config.items() if k in bound and v != globals()[k]}
     flags = [f"--{k}={v}" for k, v in other.items() if k in typed]
     if flags:
@@ -682,9 +697,10 @@ def check_settings(dev):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
     with torch.device("meta"):
         optimizers = build_optimizers(MaskedLM(model_config()), torch.float32)  # or exits
+    edits.check_mixing(model_config(), seq_len)
     if offload:
-        check_offload(dev, optimizers)
-    check_mixing(model_config(), seq_len)
+        check_offload(dev, optimizers, model_config())
+        edits.check_streaming(model_config(), seq_len, dev)
 
 
 if __name__ == "__main__":

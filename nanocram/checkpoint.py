@@ -12,15 +12,14 @@ from nanocram.safety import first_line, write_beside
 def save(run, path, optimizer_name):
     """Write a train.Run to path. Raises ValueError if a weight is not finite or State cannot be
     read again, OSError or RuntimeError if the disk fails."""
-    weights = run.model.state_dict()
-    for name, tensor in weights.items():
-        if not torch.isfinite(tensor).all():
+    for name, p in run.model.named_parameters():
+        if not torch.isfinite(p).all():
             raise ValueError(f"{name} has a value that is not finite")
     ckpt = {
         "config": asdict(run.model.config),
         "optimizer": optimizer_name,
         "data": run.meta["sha256"]["train.bin"],
-        "model": weights,
+        "model": run.model.state_dict(),
         "optimizers": [o.state_dict() for o in run.optimizers],
         "scaler": run.scaler.state_dict(),
         "state": {field.name: getattr(run.state, field.name) for field in fields(run.state)},

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import ROPE_THETA, MaskedLM, ModelConfig
+from model import FOR_TRAINING, ROPE_THETA, MaskedLM, ModelConfig
 from nanocram.safety import write_beside, write_text
 
 # The switches that decide the architecture, as ModernBERT has them.
@@ -62,10 +62,11 @@ SAME = {
     "classifier_bias": "head_bias",
     "decoder_bias": "decoder_bias",
 }
-# Our names of the parameters that a ModernBERT has.
-PARAMETERS = re.compile(
+# Our names of the parameters and buffers that a ModernBERT has.
+TENSORS = re.compile(
     r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|"
-    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[igo]))\.(weight|bias)|decoder\.bias"
+    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[igo]))\.(weight|bias)|decoder\.bias|"
+    r"model\.rope_(cos|sin)"
 )
 
 
@@ -73,14 +74,15 @@ def not_native(model):
     """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one.
 
     A switch that a fork has added must be at its default. An edit with neither a switch nor
-    parameters is not seen, but by tests/test_model_folder.py."""
+    parameters nor buffers is not seen, but by tests/test_model_folder.py."""
     have = asdict(model.config)
-    # without head_transform save() adds an identity_head(); the other two change no output
-    known = {*NATIVE, *SAME.values(), "head_transform", "dropout", "zero_init"}
+    # without head_transform save() adds an identity_head()
+    known = {*NATIVE, *SAME.values(), "head_transform", *FOR_TRAINING}
     native = NATIVE | {f.name: f.default for f in fields(model.config) if f.name not in known}
     native["n_narrow"] = min(have["n_narrow"], 1)  # one narrow layer computes what none does
     wrong = [f"{name}={have[name]}" for name in native if have[name] != native[name]]
-    added = [name for name, _ in model.named_parameters() if not PARAMETERS.fullmatch(name)]
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    added = [name for name in tensors if not TENSORS.fullmatch(name)]
     return ", ".join(wrong or added[:1])
 
 
@@ -104,6 +106,9 @@ def save(model, folder, **facts):
     config |= {"nanocram": asdict(model.config), **facts}
     write_text(folder / "config.json", json.dumps(config, indent=2))
     weights = {k: v.to("cpu", torch.float32).contiguous() for k, v in state.items()}
+    # a layer that an edit uses twice is written twice
+    first = {v.data_ptr(): k for k, v in reversed(weights.items())}
+    weights = {k: v if first[v.data_ptr()] == k else v.clone() for k, v in weights.items()}
 
     def write(temporary):
         for stray in folder.glob(".tmp*"):  # of a save_file() that was killed

@@ -10,7 +10,6 @@ middle 80 %.
 
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,12 +18,13 @@ from transformers import ModernBertConfig, ModernBertForMaskedLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bench
 import train
-from model import MaskedLM, make_loss, mixed_precision
+from model import mixed_precision
 from nanocram import machine, safety
 from nanocram.data import IGNORE
 from nanocram.model_folder import NATIVE, modernbert_config
 from nanocram.settings import configure
 
+AS_THEIRS = NATIVE | {"head_transform": True, "n_narrow": 0, "dropout": 0.0}  # our settings
 ROUNDS = 5
 TURN_SECONDS = 2.0  # at least one step
 
@@ -42,14 +42,12 @@ def make_step(model, loss_fn):
     return step
 
 
-def make_models(config, batch, dev, amp_dtype):
-    """{name: (model, its mean loss of batch, a function)}: a ModernBERT of ours and transformers'
-    with either head. batch: as train.masked_batch() makes it."""
+def make_models(run, batch):
+    """{name: (model, its mean loss of batch, a function)}: that of a train.Run with AS_THEIRS, and
+    transformers' with either head. batch: as train.masked_batch() makes it."""
     ids, positions, labels = batch  # (B, T), (B, K), (B, K)
-    config = replace(config, **NATIVE, head_transform=True, n_narrow=0, dropout=0.0)
-    ours = MaskedLM(config).to(dev)
-    summed = make_loss(ours, dev, amp_dtype)
-    models = {"nanocram": (ours, lambda: summed(*batch)["loss"] / labels.numel())}
+    config, dev, amp_dtype = run.model.config, run.device, run.amp_dtype
+    models = {"nanocram": (run.model, lambda: run.loss_fn(*batch)["loss"])}
 
     all_labels = torch.full_like(ids, IGNORE).scatter(1, positions, labels)  # (B, T)
     for head in ("dense", "sparse"):  # logits at all tokens, or at the masked ones
@@ -65,9 +63,10 @@ def make_models(config, batch, dev, amp_dtype):
 
 
 def main():
+    vars(train).update(AS_THEIRS)
     run = bench.new_run()
     batch = train.masked_batch(run, 0, run.micro_batch, train.row_shape(bench.MIDDLE))
-    models = make_models(run.model.config, batch, run.device, run.amp_dtype)
+    models = make_models(run, batch)
     steps = {name: make_step(*model) for name, model in models.items()}
     for step in steps.values():  # the first step compiles
         for _ in range(4):

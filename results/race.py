@@ -80,14 +80,15 @@ def load_recipe(*others):
 
 
 def make_loss(body, head, dev, amp_dtype):
-    """As that of model.py: the sum of the losses, with logits at the predicted positions alone."""
+    """As that of model.py: the mean loss, with logits at the predicted positions alone."""
 
     def loss_fn(ids, positions, labels):
         with mixed_precision(dev, amp_dtype):
             hidden = body(ids)  # (B, T, C)
             at = positions[:, :, None].expand(-1, -1, hidden.shape[-1])
             logits = head(hidden.gather(1, at)).float().flatten(0, 1)  # (B · K, V)
-        return {"loss": nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")}
+        total = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        return {"loss": total / labels.numel()}
 
     return loss_fn
 

@@ -150,13 +150,9 @@ def model_config(**changes):
 
 
 def random_model(**changes):
-    """A small model whose every parameter is random, so that none can be left out unnoticed."""
+    """A small model whose every parameter is random."""
     torch.manual_seed(0)
-    model = MaskedLM(model_config(**(SIZES | changes))).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.2)
-    return model
+    return randomise(MaskedLM(model_config(**(SIZES | changes))).eval())
 
 
 def padded_batch(T):
@@ -196,9 +192,21 @@ def new_run(amp_dtype=torch.float32):
     return train.Run(rows, load_meta(folder), tokenizer, torch.device("cpu"), amp_dtype)
 
 
-def any_words(vocab_size):
-    """What a rule of masking may ask a Run for, where every entry begins a word."""
-    return SimpleNamespace(begins_word=torch.ones(vocab_size, dtype=torch.bool))
+def run_on(rows):
+    """As much of a train.Run as masking may ask for, on rows in which each token begins a word."""
+    import train
+
+    begins_word = torch.ones(1 + rows.max(), dtype=torch.bool)
+    fetch = SimpleNamespace(fetch=lambda first_row, n_rows: rows[first_row:][:n_rows].clone())
+    return SimpleNamespace(rows=fetch, begins_word=begins_word, state=train.State())
+
+
+def randomise(model):
+    """Let every parameter be random, so that none can be left out unnoticed."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.2)
+    return model
 
 
 def new_log(run):

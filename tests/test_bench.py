@@ -24,11 +24,12 @@ def number(pattern, text):
     return float(re.search(pattern, text)[1].replace(",", ""))
 
 
-def test_transformers_with_our_weights_has_our_loss(small):
+def test_transformers_with_our_weights_has_our_loss(small, monkeypatch):
     """With its dense and its sparse head."""
+    put(monkeypatch, small, **bench_modernbert.AS_THEIRS)
     run = new_run()
     batch = small.masked_batch(run, 0, run.micro_batch, small.row_shape(0.5))
-    models = bench_modernbert.make_models(run.model.config, batch, run.device, torch.float32)
+    models = bench_modernbert.make_models(run, batch)
     ours, our_loss = models["nanocram"]
     torch.nn.init.normal_(ours.model.layers[-1].mlp.Wo.weight)  # zero until here
     weights = to_folder_keys(ours.state_dict(), ours.config)

@@ -3,11 +3,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import any_words
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import train as module
 from nanocram.data import IGNORE, Rows, held_out, load_meta
 from nanocram.tokenizer import CLS, MASK
 
@@ -16,22 +12,6 @@ def some_rows(n, T, vocab=1000):
     rows = torch.randint(4, vocab, (n, T))
     rows[:, 0] = CLS
     return rows
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 9), st.integers(8, 64), st.data())
-def test_masks_are_what_they_claim(B, T, data):
-    K = data.draw(st.integers(1, T - 1))
-    rows = some_rows(B, T)
-    ids, positions, labels = module.draw_masks(any_words(1000), rows, K)
-    assert positions.shape == labels.shape == (B, K)
-    assert positions.min() >= 1 and positions.max() < T
-    wanted = rows.clone()
-    for b in range(B):
-        assert len(positions[b].unique()) == K  # without replacement
-        assert torch.equal(labels[b], rows[b, positions[b]])
-        wanted[b, positions[b]] = MASK
-    assert torch.equal(ids, wanted)
 
 
 @pytest.mark.parametrize("batch", [3, 64])

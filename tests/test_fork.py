@@ -7,10 +7,12 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, flags
+from conftest import PIPES, ROOT, SMALL_MODEL, flags
 from forked import SCRIPT
 from safetensors.torch import load_file
 
@@ -20,6 +22,16 @@ QUICK = """
 from nanocram import machine, runlog
 machine.matmul_rate = lambda *where: 1e12
 runlog.plot = lambda folder: None
+"""
+
+MASKED = """
+import torch, train
+from types import SimpleNamespace as Names
+begins_word = torch.arange(600) % 3 == 2  # 5, 6 and 7 are a word, 8, 9 and 10 are the next one
+rows = Names(fetch=lambda *which: torch.arange(4, 132).repeat(64, 1))
+run = Names(rows=rows, begins_word=begins_word, state=train.State())
+def save(n):
+    torch.save(train.masked_batch(run, 0, 64, (128, n))[0] == 3, "masked.pt")
 """
 
 
@@ -66,6 +78,11 @@ class Fork:
         rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
         return rows, torch.load(folder / "ckpt.pt", weights_only=True)
 
+    def masked(self, n, **settings):
+        """Where 64 rows of 128 tokens have a [MASK], (64, 128), if n of them are hidden."""
+        self.python(f"{MASKED}vars(train).update({settings})\nsave({n})")
+        return torch.load(self.folder / "masked.pt")
+
     def load(self, then, out_dir="out"):
         """Load the model of a folder and then do something with it; what is printed."""
         code = f"import torch; from nanocram import model_folder as m; model = m.load({out_dir!r})"
@@ -102,21 +119,15 @@ def test_other_schedules_and_another_masking(fork):
     }
     for name, values in wanted.items():
         assert [float(row[name]) for row in rows] == pytest.approx(values, rel=1e-5)
-    code = "import torch, train; rows = torch.arange(4, 132).repeat(9, 1)\n"
-    code += "ids = train.draw_masks(None, rows, 9)[0]\n"
-    code += "print(*(ids == 3).long().diff().eq(1).sum(1).tolist())"
-    assert fork.python(code).split() == ["1"] * 9  # one begin
+    assert (fork.masked(9).long().diff().eq(1).sum(1) == 1).all()  # one begin
 
 
-WHOLE_WORDS = """
-import torch, train
-from types import SimpleNamespace
-run = SimpleNamespace(begins_word=torch.arange(600) % 3 == 2)
-rows = torch.arange(4, 132).repeat(64, 1)  # 5, 6 and 7 are a word, 8, 9 and 10 are the next one
-hidden = train.draw_masks(run, rows, 20)[0] == 3
-hidden = hidden[:, 1:127].unflatten(1, (42, 3)).sum(2)  # of the three tokens of each word
-print(((hidden == 1) | (hidden == 2)).sum(1).max().item(), hidden.sum(1).min().item())
-"""
+def test_scores_choose_places_and_not_what_becomes_of_them(fork):
+    """Always the last 20 tokens; each of them is a [MASK] in about half of the rows."""
+    old = "scores = torch.rand(B, T - 1, device=rows.device)"
+    fork.edit("train.py", old, "scores = rows[:, 1:].float()")
+    share = fork.masked(20, mask_token_share=0.5).double().mean(0)
+    assert not share[:108].any() and share[108:].min() > 0.25 and share[108:].max() < 0.75
 
 
 def test_whole_words(fork):
@@ -127,8 +138,8 @@ def test_whole_words(fork):
         "    words = run.begins_word[rows[:, 1:]].cumsum(1)\n"
         "    scores = torch.rand(B, T, device=rows.device).gather(1, words)\n",
     )
-    partly_hidden, tokens = map(int, fork.python(WHOLE_WORDS).split())
-    assert partly_hidden <= 1 and tokens >= 19
+    hidden = fork.masked(20)[:, 1:127].unflatten(1, (42, 3)).sum(2)  # of each word's three tokens
+    assert ((hidden == 1) | (hidden == 2)).sum(1).max() <= 1 and hidden.sum(1).min() >= 19
     fork.train()
 
 
@@ -207,15 +218,186 @@ def test_a_layer_that_mixes_in_the_wrong_place_is_one_line(fork, place, new, sai
         fork.train(n_layer=3, n_narrow=2 if "narrow" in said else 0)
 
 
+def test_a_mask_that_some_layers_have(fork):
+    """Attention to neighbours in each third layer, without positions and with them."""
+    fork.edit("model.py", "kind(config, first=i == 0)", "kind(config, i == 0, near=i % 3 == 2)")
+    fork.edit("model.py", "(self, config, first):\n", "(self, config, first, near=False):\n")
+    fork.insert("model.py", MLP_NORM, "        self.attn.near = near\n")
+    new = """        if self.near:
+            at = torch.arange(k.shape[2])
+            near = ((at[:, None] - at).abs() < 9)[None, None, : q.shape[2]]
+            mask = near if mask is None else mask & near
+"""
+    fork.insert("model.py", "        by_math = q.is_cpu", new)
+    with pytest.raises(AssertionError, match=r"an edit of model\.py changes layer 5 where"):
+        fork.train(n_layer=6)
+    right = "[None if positions is None else positions][:, None]"
+    fork.edit("model.py", "[None, None, : q.shape[2]]", right)
+    fork.train(n_layer=6)
+
+
+LOSS = '        return {"loss": losses.mean()}\n'
+RESUMED = (("whole", "scratch"), ("stopped", "resume"))
+STEADY = {"schedule": "constant", "warmup": 0, "batch_ramp": 0, "mask_rate_end": 0.3}
+HARD = """        hard = torch.zeros(model.config.vocab_size)
+        hard = hard.index_add(0, labels.flatten().clamp(min=0), losses.detach())
+"""
+KEEP = """        hard = 0.9 * state.tensors.get("hard", 0.0) + means["hard"]
+        state.tensors["hard"] = hard
+"""
+SUMMED = "        for name, value in measured.items():\n"
+SCORES = "    scores = torch.rand(B, T - 1, device=rows.device)\n"
+BY_LOSS = """    if "hard" in run.state.tensors:
+        scores = scores ** (1 / (1 + run.state.tensors["hard"][rows[:, 1:]]))
+"""
+
+
+def test_a_statistic_that_decides_what_is_hidden(fork):
+    """The losses of each token: the same after a resume, and on two ranks."""
+    fork.edit("model.py", LOSS, HARD + LOSS.replace("}", ', "hard": hard}'))
+    fork.insert("train.py", SUMMED, KEEP)
+    fork.edit("train.py", SCORES, SCORES + BY_LOSS)
+    fork.train("stopped", max_steps=2, **STEADY)
+    ends = [fork.train(out, init=init, **STEADY)[1] for out, init in RESUMED]
+    settings = fork.settings | STEADY | {"out_dir": "ranks"}
+    ranks = "-m torch.distributed.run --standalone --nproc_per_node=2 train.py".split()
+    command = [sys.executable, *ranks, *flags(**settings)]
+    done = subprocess.run(command, cwd=fork.folder, timeout=300, **PIPES)
+    assert done.returncode == 0, done.stdout
+    ends.append(torch.load(fork.folder / "ranks/ckpt.pt", weights_only=True))
+    for other in ends[1:]:
+        torch.testing.assert_close(other["state"]["tensors"], ends[0]["state"]["tensors"])
+        torch.testing.assert_close(other["model"], ends[0]["model"], rtol=1e-4, atol=1e-6)
+
+
+STEPPED = "    state.step += 1\n"
+RANDOM = "    import random\n    scores = scores.roll(random.randrange(99), 1)\n"
+MADE = "        self.apply(init_weights(config.n_embd))\n"
+COUNT = '        self.register_buffer("seen", torch.zeros(()))\n'
+TEACHER = """    import copy
+    run.teacher = run.teacher if hasattr(run, "teacher") else copy.deepcopy(run.model)
+    for mean, p in zip(run.teacher.parameters(), run.model.parameters(), strict=True):
+        mean.data.lerp_(p.data, 0.1)
+"""
+CLOSURE = "    usual = torch.zeros(())\n\n"
+LOST = {  # state that no checkpoint has: [(file, before what, new lines)], what is said
+    "an attribute": (
+        [("train.py", STEPPED, '    run.noise = measured["grad_norm"]\n')],
+        r"a step changes run\.noise,",
+    ),
+    "a global": (
+        [("train.py", STEPPED, "    global UNIT\n    UNIT += 1\n")],
+        "a step changes UNIT,",
+    ),
+    "a mean of the weights": (
+        [("train.py", STEPPED, TEACHER)],
+        r"a step changes run\.teacher,",
+    ),
+    "a buffer": (
+        [("model.py", MADE, COUNT), ("model.py", LOSS, "        model.seen.add_(1)\n")],
+        "a pass changes the buffer seen,",
+    ),
+    "a variable of the loss": (
+        [
+            ("model.py", "    def loss_fn(ids", CLOSURE),
+            ("model.py", LOSS, "        usual.lerp_(losses.detach().mean(), 0.1)\n"),
+        ],
+        "a pass changes loss_fn's usual,",
+    ),
+    "Python's chance": (
+        [("train.py", "    order = torch.rand(", RANDOM)],
+        "the same rows, weights and seed give another loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_a_resume_would_lose_is_one_line(fork, name):
+    edits, said = LOST[name]
+    for edit in edits:
+        fork.insert(*edit)
+    with pytest.raises(AssertionError, match=said):
+        fork.train()
+
+
+def test_a_second_head(fork):
+    """In the model it is trained, saved and no ModernBERT; made beside the loss it is refused."""
+    fork.insert("model.py", MADE, "        self.second = nn.Linear(config.vocab_size, 3)\n")
+    second = "        second = F.cross_entropy(model.second(logits), labels.flatten() % 3)\n"
+    fork.edit("model.py", LOSS, second + LOSS.replace("}", ' + 0.1 * second, "second": second}'))
+    (_, *rows), ckpt = fork.train()
+    assert float(rows[0]["second"]) == pytest.approx(math.log(3), rel=0.5)
+    assert "second.weight" in ckpt["model"] and fork.model_type() == "nanocram"
+    fork.insert("model.py", "    def loss_fn(ids", "    second_head = nn.Linear(600, 3)\n\n")
+    fork.edit("model.py", "model.second(logits)", "second_head(logits)")
+    with pytest.raises(AssertionError, match=r"the loss reads a parameter .* MaskedLM\.__init__"):
+        fork.train()
+
+
+VALUES = "        v = self.split_heads(self.Wv(x))\n"
+FIRST_VALUES = """        self.first["v"] = self.first.get("v", v)
+        v = v + self.first["v"]
+"""
+GIVEN = """        for layer in self.layers:
+            layer.attn.first = first
+"""
+EMBEDDED = "        x = self.embeddings(ids, token_type_ids)  # (B, T, C)\n"
+OUTSIDE = (
+    "        return self.final_norm(x) * (1 + self.layers[1].mlp.Wo.weight.detach().abs().mean())\n"
+)
+KEPT = [  # the first layer's values for all
+    ("        self.residual_dtype = None", "        self.first = first = {}\n" + GIVEN),
+    (EMBEDDED, "        self.first.clear()\n"),
+    ("        if rope is not None:\n", FIRST_VALUES),
+]
+
+
+@pytest.mark.parametrize("edits", [KEPT, [("        return self.final_norm(x)\n", OUTSIDE)]])
+def test_what_offload_cannot_follow_is_one_line(fork, edits):
+    """What is kept from one block for another, and a block's weight that is read elsewhere."""
+    for edit in edits:
+        fork.insert("model.py", *edit)
+    fork.train(n_layer=4, optimizer="adamw")
+    with pytest.raises(AssertionError, match=r"offload cannot follow an edit of model\.py \("):
+        fork.train(n_layer=4, optimizer="adamw", offload=True)
+
+
+def test_a_switch_of_training_alone(fork):
+    """Who goes on from weights may change it; its model is a ModernBERT."""
+    fork.edit(
+        "model.py", "    zero_init: bool\n", "    zero_init: bool\n    z_weight: float = 0.0\n"
+    )
+    fork.insert("train.py", "zero_init = True ", "z_weight = 0.0\n")
+    fork.edit("model.py", "FOR_TRAINING = {", 'FOR_TRAINING = {"z_weight", ')
+    z_loss = "        z = logits.float().logsumexp(-1).square().mean() * model.training\n"
+    new = z_loss + LOSS.replace("}", ' + model.config.z_weight * z, "z": z}')
+    fork.edit("model.py", LOSS, new)
+    fork.train(max_steps=1)
+    (_, row), _ = fork.train("more", init="out", z_weight=0.5, max_steps=1)
+    assert float(row["loss"]) > 0.5 * float(row["z"]) > 10
+    assert fork.model_type("more") == "modernbert"
+
+
+def test_a_batch_that_depends_on_what_was_measured(fork):
+    """Of any number of rows: whole passes are trained, and all of them are counted."""
+    new = '    if state.last:\n        n_rows = 9 + state.step + 0 * state.last["grad_norm"]\n'
+    fork.insert("train.py", "    # set the learning rates\n", new)
+    rows, ckpt = fork.train(batch_start=16)
+    assert [row["batch_size"] for row in rows] == ["", "16", "16", "16", "16"]
+    fork.edit("train.py", "9 + state.step", "8 * state.step + 9")
+    rows, ckpt = fork.train(batch_start=16)
+    assert [row["batch_size"] for row in rows] == ["", "16", "24", "32", "40"]
+    assert int(rows[-1]["tokens"]) == 128 * ckpt["state"]["rows_seen"] == 128 * (16 + 24 + 32 + 40)
+
+
 def test_an_auxiliary_loss_and_its_column(fork):
-    """The z-loss: 1e-2 · log² Z for each predicted token, about 0.4 at a uniform start."""
+    """The z-loss: the mean of 1e-2 · log² Z, about 0.4 at a uniform start."""
     plain, _ = fork.train("plain")
     fork.edit(
         "model.py",
-        '        return {"loss": losses.sum()}\n',
-        "        log_z = logits.float().logsumexp(-1)[labels.flatten() != -100]\n"
-        "        z_loss = 1e-2 * log_z.square().sum() if model.training else 0.0\n"
-        '        return {"loss": losses.sum() + z_loss, "z_loss": z_loss}\n',
+        LOSS,
+        "        z_loss = 1e-2 * logits.float().logsumexp(-1).square().mean() * model.training\n"
+        + LOSS.replace("}", ' + z_loss, "z_loss": z_loss}'),
     )
     rows, _ = fork.train()
     z_loss = float(rows[1]["z_loss"])
@@ -229,7 +411,7 @@ def test_a_mean_of_the_weights_is_evaluated(fork):
     """The folder has the means, the checkpoint what trains; a resume is as if there was no stop."""
     fork.insert(
         "train.py",
-        "        for name, value in measured.items():\n",
+        SUMMED,
         """        for name, p in run.model.named_parameters():
             mean = state.tensors.setdefault(name, torch.zeros_like(p).detach())
             mean.lerp_(p.detach(), 1 / (state.step + 1))
@@ -249,11 +431,10 @@ def test_a_mean_of_the_weights_is_evaluated(fork):
 """,
     )
     name = "model.layers.0.mlp.Wo.weight"
-    steady = {"schedule": "constant", "warmup": 0, "batch_ramp": 0, "mask_rate_end": 0.3}
-    fork.train("stopped", max_steps=2, **steady)
+    fork.train("stopped", max_steps=2, **STEADY)
     ends = []
-    for out, init in (("whole", "scratch"), ("stopped", "resume")):
-        _, ckpt = fork.train(out, init=init, **steady)
+    for out, init in RESUMED:
+        _, ckpt = fork.train(out, init=init, **STEADY)
         trained, means = ckpt["model"], ckpt["state"]["tensors"]
         found = load_file(fork.folder / out / "model.safetensors")[name]
         assert torch.equal(found, means[name]) and not torch.equal(found, trained[name])
@@ -299,16 +480,21 @@ def test_a_new_field_of_state(fork):
 
 
 def test_new_columns_of_the_log(fork):
-    """The norm of each layer's gradient, and what is no tensor; a resume keeps what is there."""
+    """The norm of each layer's gradient, what is no tensor, and what the update yields; a resume
+    keeps what is there."""
     new = """    for i, layer in enumerate(run.model.model.layers):
         measured[f"norm_{i}"] = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
 """
     fork.insert("train.py", "    torch.nn.utils.clip_grads_with_norm_(", new)
     old = '{"batch_size": n_rows, '
     fork.edit("train.py", old, '{"loss_scale": run.scaler.get_scale(), "batch_size": n_rows, ')
+    fork.insert("train.py", SUMMED, '        measured["moved"] = run.optimizers[1].moved.item()\n')
+    moved = "                self.moved = updates.norm()\n"
+    fork.insert("nanocram/muon.py", "                torch._foreach_mul_(matrices", moved)
     fork.train(max_steps=2)
     rows, _ = fork.train(init="resume")
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert all(float(row["moved"]) > 0 for row in rows[1:])
     assert [row["loss_scale"] for row in rows] == ["", *["1"] * 4]
     for row in rows[1:]:
         inside = sum(float(row[f"norm_{i}"]) ** 2 for i in (0, 1)) ** 0.5

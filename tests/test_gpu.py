@@ -7,7 +7,6 @@ function in a process of its own. Where there is no GPU, TEST_DEVICE=cpu rehears
 on a CPU. All passed on an H100 on 2026-11-26; since then they were joined, and ran on no GPU.
 """
 
-import copy
 import functools
 import gc
 import itertools
@@ -17,16 +16,14 @@ import shutil
 import subprocess
 import warnings
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import fields
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, any_words, command, script, wait_for
+from conftest import ROOT, SMALL_MODEL, command, script, wait_for
 from safetensors.torch import load_file
 
 import bench
 import train
-from model import MaskedLM, ModelConfig, make_loss
 from nanocram import glue, machine, runlog
 from nanocram.settings import configure
 
@@ -106,37 +103,25 @@ MODELS = {  # a recipe, and the fewest layers in which it is itself
 SIZES = {} if DEVICE == "cuda" else {"vocab_size": 600, "n_head": 2, "n_embd": 32, "n_inner": 48}
 
 
-def new_model(name):
-    """A model of a recipe whose gradients are nowhere zero, on the CPU."""
-    recipe, layers = MODELS[name]
-    values = dict(vars(train))
-    configure(values, [str(ROOT / "config" / recipe)] if recipe else [])
-    values |= layers | SIZES | {"zero_init": False}
-    config = ModelConfig(**{f.name: values[f.name] for f in fields(ModelConfig)})
-    torch.manual_seed(0)
-    return MaskedLM(config)
-
-
 def numerics(name):
     """{(a key of PRODUCTS, mode): (error of the loss, of the gradient by its norm), relative}.
 
-    Of the model of a recipe, eager and compiled."""
+    Of the model of a recipe whose gradients are nowhere zero, eager and compiled."""
     machine.pick(DEVICE, "auto")  # what suits our work there: TF32, no cuDNN
-    model = new_model(name)
-    rows = torch.randint(4, model.config.vocab_size, (8, 128))
-    batch = train.draw_masks(any_words(model.config.vocab_size), rows, 38)
+    recipe, layers = MODELS[name]
+    configure(vars(train), [str(ROOT / "config" / recipe)] if recipe else [])
+    vars(train).update(layers | SIZES | {"zero_init": False})
+    rows = bench.RandomRows(128, torch.device("cpu"))
 
     def loss_and_gradient(where, products, mode):
         dtype, precision, _ = PRODUCTS[products]
         torch.set_float32_matmul_precision(precision)
-        net = copy.deepcopy(model).to(where)
-        loss_fn = make_loss(net, torch.device(where), dtype)
-        if mode == "compiled":
-            torch.compiler.reset()
-            loss_fn = torch.compile(loss_fn, dynamic=False)
-        loss = loss_fn(*(tensor.to(where) for tensor in batch))["loss"] / (8 * 38)
+        train.compile = mode == "compiled"
+        run = train.Run(rows, {}, None, torch.device(where), dtype)  # the same weights each time
+        batch = train.masked_batch(run, 0, 8, (128, 38))
+        loss = run.loss_fn(*(tensor.to(where) for tensor in batch))["loss"]
         (loss * LOSS_SCALE).backward()
-        gradient = torch.cat([p.grad.flatten().cpu() for p in net.parameters()]) / LOSS_SCALE
+        gradient = torch.cat([p.grad.flatten().cpu() for p in run.model.parameters()]) / LOSS_SCALE
         return loss.item(), gradient
 
     wanted_loss, wanted_gradient = loss_and_gradient("cpu", "full", "eager")

@@ -5,14 +5,10 @@ import re
 
 import pytest
 import torch
-from conftest import model_config, new_run, put
+from conftest import new_run, put
 
 import train as module
-from model import MaskedLM, make_loss
 from nanocram import machine, offload, runlog
-from nanocram.offload import Streamed
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -77,29 +73,25 @@ LEARNED = {"position_embedding": "learned", "embedding_norm": False, "activation
         NARROW,
     ],
 )
-def test_gradients_are_the_plain_models(switches):
+def test_gradients_are_the_plain_models(setting, switches):
     """Of three micro-batches, to the bit, at sizes that need padding.
 
     Several narrow blocks add up the gradients of x in another order: equal to rounding."""
-    sizes = {"vocab_size": 301, "n_layer": 4, "n_head": 2, "n_embd": 20, "n_inner": 27}
-    config = model_config(**(sizes | {"dropout": 0.1, "zero_init": False} | switches))
-    torch.manual_seed(0)
-    plain = MaskedLM(config)
-    torch.manual_seed(0)
-    streamed = Streamed(config, CPU, torch.float32)
-    assert all(p.data_ptr() % 16 == 0 for p in streamed.twin.parameters())
-    ids = torch.randint(301, (6, 16))
-    positions = torch.tensor([[1, 3, 4, 9]]).expand(6, 4)
-    batch = ids, positions, ids.gather(1, positions)
-    for micro_batch in range(3):
-        for either in (plain, streamed.model):
-            torch.manual_seed(micro_batch)
-            make_loss(either, CPU, torch.float32)(*batch)["loss"].backward()
-    for ours, theirs in zip(streamed.model.parameters(), plain.parameters(), strict=True):
-        if config.n_narrow:
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    setting(**({"n_layer": 4, "n_embd": 18, "n_head": 3, "n_inner": 27} | switches))
+    gradients = []
+    for on_host in (False, True):
+        setting(offload=on_host)
+        run = new_run()
+        for first_row in (0, 8, 16):
+            batch = module.masked_batch(run, first_row, 8, (64, 9))
+            run.loss_fn(*batch)["loss"].backward()
+        gradients.append({name: p.grad for name, p in run.model.named_parameters()})
+    assert all(p.data_ptr() % 16 == 0 for p in streamed_of(run).twin.parameters())
+    for name, plain in gradients[0].items():
+        if module.n_narrow:
+            torch.testing.assert_close(gradients[1][name], plain, rtol=1e-5, atol=1e-6)
         else:
-            assert torch.equal(ours.grad, theirs.grad)
+            assert torch.equal(gradients[1][name], plain)
 
 
 def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):

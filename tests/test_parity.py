@@ -11,7 +11,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, any_words, model_config
+from conftest import ROOT, model_config, run_on
 
 import train
 from model import Classifier, MaskedLM
@@ -109,7 +109,8 @@ def test_what_is_hidden_of_a_row(paper):
     assert {train.row_shape(t) for t in MOMENTS} == {(128, n)}
     # Tokens from 10 on: a [MASK] is nothing else, and a random token hardly ever the one before.
     rows = torch.randint(10, train.vocab_size, (4000, 128))
-    ids, positions, labels = train.draw_masks(any_words(train.vocab_size), rows, n)
+    rows[:, 0] = 1  # [CLS]
+    ids, positions, labels = train.masked_batch(run_on(rows), 0, len(rows), (128, n))
     assert torch.equal(labels, rows.gather(1, positions))
     assert all(len(set(row)) == n for row in positions.tolist())
     seen = ids.gather(1, positions)

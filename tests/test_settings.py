@@ -1,5 +1,6 @@
 import importlib
 import io
+import math
 import runpy
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from nanocram import machine
 from nanocram.settings import configure, read_ranks
 
 EXAMPLE = '''"""What it does."""
@@ -168,7 +170,7 @@ def test_help_shows_the_defaults_before_torch_is_imported(name, flags):
 def test_our_recipes_work_for_every_script(recipe, monkeypatch):
     """They set what Python makes of them, and train.py can build their model."""
     train = importlib.import_module("train")
-    monkeypatch.setattr(train, "check_mixing", lambda *what: None)  # seconds, for large models
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: math.inf)  # offload.py takes 44 GB
     modules = [importlib.import_module(name) for name in SCRIPTS]
     for module in modules:
         wanted = {}

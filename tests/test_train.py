@@ -16,7 +16,7 @@ from conftest import ROOT, new_run, put
 import model as model_module
 import train as module
 from nanocram import fit, machine, runlog
-from nanocram.tokenizer import CLS
+from nanocram.tokenizer import CLS, MASK
 
 
 @pytest.fixture
@@ -56,7 +56,8 @@ def test_masking_falls_in_four_stages(setting):
 
 
 def test_rows_are_cut_into_shorter_ones(train, setting):
-    """Each begins with [CLS]; the rows that are kept for the next pass are as they were."""
+    """Each begins with [CLS]; as many others as the shape says are hidden. The rows that are kept
+    for the next pass are as they were."""
     shapes = {True: (32, 5), False: (128, 20)}
     setting(row_shape=lambda progress: shapes[progress < 0.5])
     run = new_run()
@@ -66,6 +67,7 @@ def test_rows_are_cut_into_shorter_ones(train, setting):
         wanted = data.view(-1, shape[0]).clone()
         wanted[:, 0] = CLS
         assert labels.shape == (len(wanted), shape[1])
+        assert torch.equal((ids == MASK).sum(1), torch.full((len(wanted),), shape[1]))
         assert torch.equal(ids.scatter(1, positions, labels), wanted)
     assert torch.equal(run.rows.fetch(8, 8), data)
     flops = [run.model.flops_per_token(*shape) for shape in shapes.values()]
@@ -173,13 +175,13 @@ def test_steps_without_a_finite_gradient(
 
 def test_compiled_equals_eager(train, setting):
     """Loss and every gradient of a micro-batch."""
-    setting(n_layer=1, zero_init=False, compile=True)
-    run = new_run()
-    batch = module.masked_batch(run, 0, run.micro_batch, (128, 20))
+    setting(n_layer=1, zero_init=False)
     gradients = []
-    for loss_fn in (run.loss_fn, module.make_loss(run.model, run.device, run.amp_dtype)):
-        run.model.zero_grad()
-        value = loss_fn(*batch)["loss"]
+    for compiled in (True, False):
+        setting(compile=compiled)
+        run = new_run()
+        batch = module.masked_batch(run, 0, run.micro_batch, (128, 20))
+        value = run.loss_fn(*batch)["loss"]
         value.backward()
         gradients.append([value.detach(), *(p.grad.clone() for p in run.model.parameters())])
     for a, b in zip(*gradients, strict=True):

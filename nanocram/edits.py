@@ -151,9 +151,7 @@ def only_state_changes(run, script, in_pass):
         was = before.get(name, [])
         if found[: len(was)] != was:
             if in_pass:
-                said = (
-                    f"a pass changes {name}, and so do set-up and evaluations: keep a mean of the"
-                )
-                sys.exit(f"{said} step in state.tensors (README.md: a statistic of the passes)")
+                said = f"a pass changes {name}, and so do evaluations: keep the mean over a step"
+                sys.exit(f"{said} in state.tensors (README.md: a statistic of the passes)")
             said = f"a step changes {name}, which a resume would not have: keep it in State"
             sys.exit(f"{said} (README.md: what must survive a resume)")

@@ -87,12 +87,12 @@ def test_attention_by_products_is_torchs():
 
 
 def others(field):
-    """Values of a field of ModelConfig, which a fork may have added."""
+    """Values of a field of ModelConfig, which a fork may have added, beside its default."""
     value = getattr(train, field.name, field.default)
     if isinstance(value, bool):
-        return [False, True]
+        return [not value]
     if isinstance(value, float):
-        return [0.01, 0.9, 30.0]
+        return [0.01, 30.0]
     choices = {"activation": module.ACTIVATIONS, "position_embedding": module.POSITION_EMBEDDINGS}
     choices |= {"n_layer": [4, 5], "n_head": [4], "n_embd": [36]}
     choices |= {name: [SIZES[name] + 1] for name in SIZES.keys() - choices.keys()}

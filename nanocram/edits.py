@@ -136,11 +136,10 @@ def only_state_changes(run, script, in_pass):
     def values():
         places = {"": script, "run.": vars(run)}
         if in_pass:
-            loss_fn = inspect.unwrap(run.loss_fn)
-            cells = getattr(loss_fn, "__closure__", None) or ()
-            names = loss_fn.__code__.co_freevars if cells else ()
-            variables = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-            places |= {"the buffer ": dict(run.twin.named_buffers()), "loss_fn's ": variables}
+            places["the buffer "] = dict(run.twin.named_buffers())
+            loss_fn = inspect.unwrap(run.loss_fn)  # as it was before torch.compile()
+            if inspect.isfunction(loss_fn):
+                places["loss_fn's "] = inspect.getclosurevars(loss_fn).nonlocals
         named = {where + name: x for where, place in places.items() for name, x in place.items()}
         ours = (run.model, run.twin)
         return {name: fingerprint(x) for name, x in named.items() if not any(x is m for m in ours)}

@@ -65,8 +65,8 @@ SAME = {
 # Our names of the parameters and buffers that a ModernBERT has.
 TENSORS = re.compile(
     r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|"
-    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[igo]))\.(weight|bias)|decoder\.bias|"
-    r"model\.rope_(cos|sin)"
+    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[igo]))\.(weight|bias)|"
+    r"decoder\.bias|model\.rope_(cos|sin)"
 )
 
 

@@ -320,21 +320,36 @@ def test_what_a_resume_would_lose_is_one_line(fork, name):
         fork.train()
 
 
+DECODED = "        return self.decoder(self.head(hidden))\n"
+BOTH = """        logits = self.decoder(self.head(hidden))
+        return (logits, self.second(hidden)) if self.training else logits
+"""
+PASSED = "            logits = model(ids, positions)\n"
+TAKEN = """        logits, classes = logits if model.training else (logits, logits[..., :3])
+"""
+SECOND = """        classes = classes.flatten(0, 1).float()
+        second = model.training * F.cross_entropy(classes, labels.flatten().clamp(min=0) % 3)
+"""
+
+
 def test_a_second_head(fork):
     """In the model it is trained, saved and no ModernBERT; made beside the loss it is refused."""
-    fork.insert("model.py", MADE, "        self.second = nn.Linear(config.vocab_size, 3)\n")
-    second = "        second = F.cross_entropy(model.second(logits), labels.flatten() % 3)\n"
-    fork.edit("model.py", LOSS, second + LOSS.replace("}", ' + 0.1 * second, "second": second}'))
+    fork.insert("model.py", MADE, "        self.second = nn.Linear(config.n_embd, 3)\n")
+    fork.edit("model.py", DECODED, BOTH)
+    fork.edit("model.py", PASSED, PASSED + TAKEN)
+    fork.edit("model.py", LOSS, SECOND + LOSS.replace("}", ' + 0.1 * second, "second": second}'))
     (_, *rows), ckpt = fork.train()
     assert float(rows[0]["second"]) == pytest.approx(math.log(3), rel=0.5)
     assert "second.weight" in ckpt["model"] and fork.model_type() == "nanocram"
+    fork.train("offloaded", offload=True, optimizer="adamw")
+    fork.edited = 0
     fork.insert("model.py", "    def loss_fn(ids", "    second_head = nn.Linear(600, 3)\n\n")
-    fork.edit("model.py", "model.second(logits)", "second_head(logits)")
+    old = "        classes = classes.flatten(0, 1).float()\n"
+    fork.edit("model.py", old, "        classes = second_head(logits)\n")
     with pytest.raises(AssertionError, match=r"the loss reads a parameter .* MaskedLM\.__init__"):
         fork.train()
 
 
-VALUES = "        v = self.split_heads(self.Wv(x))\n"
 FIRST_VALUES = """        self.first["v"] = self.first.get("v", v)
         v = v + self.first["v"]
 """

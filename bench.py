@@ -14,7 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from nanocram.settings import configure
+from nanocram.settings import assign, configure
 
 # fmt: off
 profile = False            # also print the slowest operators of three steps
@@ -69,7 +69,7 @@ def median_and_range(values):
 
 def step_of(run, micro_batches):
     """One optimiser step of so many micro-batches, at a moment when all rates are above 0."""
-    vars(train).update(batch_ramp=0.0, batch_size=micro_batches * run.micro_batch)
+    assign(vars(train), {"batch_ramp": 0.0, "batch_size": micro_batches * run.micro_batch})
     train.train_step(run, MIDDLE)
 
 

@@ -177,9 +177,8 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=ids, attention_mask=mask, **types).logits
 
 
-def tokenised(candidate, task, split):
-    """A split as what Ragged takes; exits like glue.read()."""
-    texts, labels = glue.read(task, split, glue_dir)
+def tokenised(candidate, texts, labels):
+    """What glue.read() returns, as what Ragged takes."""
     rows = list(candidate.encode(texts))
     length, first = np.array([(len(ids), first) for ids, first in rows]).T
     ids = np.full((len(rows), round_up(length.max(), 8)), candidate.pad, np.int32)
@@ -258,6 +257,7 @@ def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
     loss = fine_tune(candidate, net, data.pop("train"), seed, amp_dtype, bar)
     outputs = {split: predict(net, rows, amp_dtype) for split, rows in data.items()}
     scores = {}
+    answers = {answer for values in outputs.values() for answer in values.argmax(1).tolist()}
     if all(np.isfinite(values).all() for values in outputs.values()):
         for split, values in outputs.items():
             # MNLI has two dev sets: the scores of the second have names of their own
@@ -266,7 +266,9 @@ def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
             scores |= {metric + end: value for metric, value in found.items()}
     train_loss = round(loss, 4) if scores else None  # JSON has no NaN
     seconds = round(time.perf_counter() - start, 1)
-    return {"train_loss": train_loss, "scores": scores, "seconds": seconds}
+    is_constant = len(answers) == 1 and bool(glue.TASKS[task].labels)
+    result = {"train_loss": train_loss, "scores": scores, "seconds": seconds}
+    return result | {"constant": is_constant}
 
 
 def main():
@@ -307,16 +309,19 @@ def main():
     # read all data before the first fine-tuning, and see what has been done already
     data, runs = {}, []
     for task in tqdm(names, desc="reading", leave=False, disable=None):
-        splits = glue.TASKS[task].rows
-        data[task] = {split: tokenised(candidate, task, split) for split in splits}
-        rows = {split: len(arrays["length"]) for split, arrays in data[task].items()}
-        for seed in range(first_seed, first_seed + seeds):
-            runs.append({**what, "task": task, "seed": seed, "rows": rows})
+        splits = {split: glue.read(task, split, glue_dir) for split in glue.TASKS[task].rows}
+        data[task] = {split: tokenised(candidate, *rows) for split, rows in splits.items()}
+        facts = {"task": task, **glue.facts(splits)}
+        runs += [{**what, **facts, "seed": first_seed + i} for i in range(seeds)]
     try:
         done = glue.add_runs(folder)  # none, to see that it can be written before hours of work
     except OSError as e:
         sys.exit(f"{folder} cannot be written ({e.strerror}): make a copy, type --model=COPY")
-    todo = [run for run in runs if glue.key(run) not in done]
+    todo = []
+    for run in runs:
+        found = done.get(glue.key(run), {"data": ""})
+        if found.get("data", run["data"]) != run["data"]:  # older runs do not tell
+            todo.append(run)
     if n_done := len(runs) - len(todo):
         print(f"{n_done} of {len(runs)} fine-tunings are in {folder}/glue.jsonl already")
 
@@ -331,6 +336,8 @@ def main():
             said = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
             if said:
                 said += f"  (training loss {run['train_loss']:.2f} in the last epoch)"
+            if run["constant"]:
+                said += ", each answer is the same"
             bar.write(f"{task}, seed {seed}: {said or 'diverged'}; {run['seconds']:.0f} s")
 
     # the table of all runs so far, others' too; the last process to end has them all

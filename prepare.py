@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from nanocram import safety, sources
-from nanocram.settings import check, configure
+from nanocram import count_cores, safety, sources
+from nanocram.settings import assign, check, configure
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
 from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
 
@@ -70,7 +70,7 @@ load_tokenizer = functools.cache(Tokenizer)  # once in a process
 
 
 def find_files():
-    """{source: [[path, bytes]]} of local files, sorted; [] for a Hub data set."""
+    """{source: [[path, bytes, time of change]]} of local files, sorted; [] for a Hub data set."""
     found, seen = {}, set()
     names = [source] if os.path.isfile(source) else source.split(",")
     for name in (os.path.expanduser(name.strip()) for name in names):
@@ -88,7 +88,8 @@ def find_files():
             if not os.access(path, os.R_OK):
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
         if paths - seen or not paths:  # globs may overlap
-            found[name] = [[path, os.path.getsize(path)] for path in sorted(paths - seen)]
+            stats = [(path, os.stat(path)) for path in sorted(paths - seen)]
+            found[name] = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
         seen |= paths
     return found
 
@@ -125,10 +126,10 @@ def read_batches(files, place, least=None):
     batches of least characters from a place on: [number of a file, number of a document in it].
     A batch never mixes text of local files with the Hub's, of which max_tokens are read."""
     first, skipped = place
-    before = sum(n_bytes for _, n_bytes in files[:first])
-    of_hub = [path.startswith(HUB) for path, _ in files]
+    before = sum(n_bytes for _, n_bytes, *_ in files[:first])
+    of_hub = [path.startswith(HUB) for path, *_ in files]
     texts, size = [], 0
-    for i, (path, n_bytes) in enumerate(files[first:], first):
+    for i, (path, n_bytes, *_) in enumerate(files[first:], first):
         limit = min(BATCH, (of_hub[i] and max_tokens // 16) or BATCH)  # a 64th of its characters
         for number, text, position in read_file(path, skipped):
             texts.append(text)
@@ -176,7 +177,7 @@ def make_vocabulary(files, folder):
         parts = read_batches(paths, [0, 0], vocab_sample_mb * 1e6 / len(files))
         for texts, state in itertools.islice(parts, 1):
             n_characters = sum(map(len, texts))
-            scale = max(1, sum(n_bytes for _, n_bytes in paths) / max(1, state["bytes"]))
+            scale = max(1, sum(n_bytes for _, n_bytes, *_ in paths) / max(1, state["bytes"]))
             if max_tokens and state["hub"]:
                 scale = min(scale, 4 * max_tokens / max(1, n_characters))
             size += scale * n_characters
@@ -325,10 +326,8 @@ def process_batches(files, folder, share):
     states = read_states(folder, sums)
     if n_found := len([*folder.glob("batch-*.json")]):
         print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
-    # a batch job may not use all
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-    size = sum(n_bytes for _, n_bytes in files)
-    n = min(processes or len(cores), 1 + 4 * size // BATCH)  # gzip makes a fourth of text
+    size = sum(n_bytes for _, n_bytes, *_ in files)
+    n = min(processes or count_cores(), 1 + 4 * size // BATCH)  # gzip makes a fourth of text
     unit = "tokens" if max_tokens else "B"
     bar = tqdm(total=max_tokens or size, unit=unit, unit_scale=True, disable=None)
     wanted = max_tokens or np.inf
@@ -430,7 +429,10 @@ def report(count, seconds):
 def differences(have, wanted):
     """The settings that differ; one that is newer than have had its default then."""
     have = SETTINGS | have
-    return ", ".join(f"{name}={have[name]!r:.60}" for name in wanted if have[name] != wanted[name])
+    other = {name: f"{name}={have[name]!r:.60}" for name in wanted if have[name] != wanted[name]}
+    if other.pop("files", "") and "source" not in other:
+        other["files"] = "files that have changed since"
+    return ", ".join(other.values())
 
 
 def begin_folder(folder, settings, files):
@@ -450,8 +452,8 @@ def begin_folder(folder, settings, files):
             try:
                 plan["hub"][name] = sources.hub_files(name)
             except Exception as e:  # whatever the Hub's libraries raise
-                why, what_helps = explain(e)
-                sys.exit(f"could not read {name} ({why}): {what_helps or 'rerun it later'}")
+                why, hint = explain(e)
+                sys.exit(f"could not read {name} ({why}): {hint or 'see to the network, rerun it'}")
     safety.write_text(path, json.dumps(plan, indent=1))
     return plan
 
@@ -465,7 +467,7 @@ def adopt_vocabulary():
             sys.exit(f"{name}={globals()[name]}, but {path} has {value}: type --{name}={value}")
         if globals()[name] != value:
             print(f"{name} = {value!r}  (of {tokenizer})")
-        globals()[name] = value
+        assign(globals(), {name: value})
     return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
@@ -510,6 +512,8 @@ def main():
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
         if val_share in (0, meta.get("val_share")):  # if none is typed, any will do
             wanted["val_share"] = meta["settings"]["val_share"]
+        if any(len(file) == 2 for file in meta["settings"]["files"]):  # older: without the time
+            wanted["files"] = [file[:2] for file in wanted["files"]]
         if other := differences(meta["settings"], wanted):
             sys.exit(f"{data_dir} was made with {other}: delete it or choose another --data_dir")
         print(f"{data_dir} is finished, with these settings: nothing to do")
@@ -517,7 +521,7 @@ def main():
         plan = begin_folder(folder, settings, files)
         files |= plan["hub"]
         every = sorted(itertools.chain(*files.values()), key=lambda file: file[0].startswith(HUB))
-        print(f"reading     {sum(size for _, size in every) / 1e6:,.1f} MB, {len(every)} files")
+        print(f"reading     {sum(size for _, size, *_ in every) / 1e6:,.1f} MB, {len(every)} files")
         if plan.setdefault("files", every) != every:
             again = f"for a vocabulary of these delete {data_dir}, rerun"
             print(f"WARNING: files have changed; {again}")

@@ -19,7 +19,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
-from nanocram.settings import check, configure, read_ranks, typed
+from nanocram.settings import assign, check, configure, read_ranks, typed
 
 # fmt: off
 # the run
@@ -27,7 +27,7 @@ data_dir = "data/fineweb"       # what prepare.py wrote
 out_dir = "out/fineweb"         # where everything goes; an earlier run in it is moved aside
 # scratch | resume: from out_dir/ckpt.pt | auto: resume if it exists | a model folder: its weights
 init = "scratch"
-seed = 0                        # of the weights, the masks and the dropout
+seed = 0                        # of the weights, the masks, the dropout and where rows begin
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
 # the batch
@@ -100,7 +100,7 @@ import torch
 
 from model import ACTIVATIONS, FOR_TRAINING, MaskedLM, ModelConfig, make_loss
 from nanocram import checkpoint, edits, fit, machine, model_folder, parallel, runlog, safety
-from nanocram.data import IGNORE, Rows, held_out, load_meta
+from nanocram.data import IGNORE, Rows, frequency_loss, held_out, load_meta
 from nanocram.machine import now
 from nanocram.muon import Muon
 from nanocram.offload import Streamed, check_offload
@@ -385,7 +385,8 @@ def main():
     resumes, base = find_start(ckpt_path)
     check_settings(dev)
     meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
-    train_rows = Rows(Path(data_dir) / "train.bin", seq_len, dev)
+    is_ordered = meta["settings"].get("order") == "curriculum"
+    train_rows = Rows(Path(data_dir) / "train.bin", seq_len, dev, 0 if is_ordered else seed)
     val_rows = Rows(Path(data_dir) / "val.bin", seq_len)
     held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
     tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
@@ -396,7 +397,9 @@ def main():
     state = run.state
     if resumes:
         checkpoint.load(run, ckpt_path)
-        run.saved_step = state.step
+        run.saved_step = state.step - is_cut_short(ckpt_path)
+        if run.saved_step == state.step and Clock(state).progress() >= 1:
+            end_idle(Clock(state))
     if base:
         run.model.load_state_dict(base.state_dict())
         state.began_from = {"model": init, **base.trained_on}
@@ -408,15 +411,15 @@ def main():
     run.clock = clock = Clock(state)
     held_out_sets = set_up(run, held_out_rows)
     if master_process:
-        log.write_facts(rows_per_pass=run.micro_batch)
+        by_frequency = frequency_loss(train_rows, held_out_rows)
+        log.write_facts(rows_per_pass=run.micro_batch, frequency_loss=by_frequency)
 
     while True:
         # where the run is, by rank 0's clock; a signal to any rank stops them all
         progress, stop = parallel.agree(clock.progress(), signals.stop)
         last_turn = stop or progress >= 1
-        if last_turn and not stop and not state.step:
-            said = f"the budget has no room for a step after {clock.elapsed():.0f} s of setting up"
-            sys.exit(f"{said}: type a larger --budget_hours" if master_process else 1)
+        if last_turn and not stop and state.step in (0, run.saved_step):
+            end_idle(clock)
 
         # rank 0 evaluates, logs and saves; the others wait for it in the next step's all_reduce
         if master_process:
@@ -470,7 +473,7 @@ class Run:
         self.micro_batch = self.small_pass = micro_batch or UNIT
         self.state = State()
         self.clock = Clock(self.state)  # main() starts another one when the budget begins
-        self.saved_step = -1  # state.step at the last save of this process
+        self.saved_step = -1  # state.step at the last save
         self.saved_at = now()
         self.loss_like = {}  # {row_shape(): what loss_fn returns}, for ranks without a micro-batch
         begins_word = tokenizer.begins_word() if tokenizer else [True] * vocab_size  # bench.py
@@ -499,6 +502,7 @@ class Run:
         # each shape in two sizes, evaluations, and a few for edits
         torch._dynamo.config.recompile_limit = 2 * len(row_shapes()) + 4
         torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
+        torch._dynamo.config.suppress_errors = False  # whatever the environment says
         if compile and not offload:
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
@@ -546,6 +550,9 @@ def set_up(run, held_out_rows):
     seconds = fit.find_micro_batch(
         run, lambda: take_all_passes(run, held_out_rows), largest, signals
     )
+    if compile and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        names = ", ".join(name for name in os.environ if "DISABLE" in name)
+        print(f"WARNING: torch compiles nothing: unset {names}, or type --compile=False")
     sets = held_out(held_out_rows, run.small_pass)
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured
@@ -584,6 +591,23 @@ def evaluate(run, held_out_sets):
     tokens_per_char = run.meta["counts"]["val_tokens"] / run.meta["counts"]["val_characters"]
     losses["val_nats_per_char"] = losses["val_loss_15"] * tokens_per_char
     return losses
+
+
+def is_cut_short(ckpt_path):
+    """Whether a kill came between a checkpoint and the model, which is written next."""
+    path = ckpt_path.with_name("model.safetensors")
+    return not path.exists() or path.stat().st_mtime < ckpt_path.stat().st_mtime
+
+
+def end_idle(clock):
+    """End a process that has made no step, since the budget has no room for one."""
+    hours = math.ceil(1000 * budget_hours - clock.left() / 3.6) / 1000
+    more = f"more than --max_steps={max_steps}" if max_steps else f"--budget_hours={hours} or more"
+    said = f"step {clock.state.step:,}, and no room for another one: type {more}"
+    if init == "auto" and clock.state.step:  # a finished run is no error
+        print(said)
+        sys.exit()
+    sys.exit(said if parallel.RANK == 0 else 1)
 
 
 def trained_on(run):
@@ -665,17 +689,18 @@ def take_architecture(config, path):
         sys.exit(f"{path} is of another model: type {' '.join(flags)}, or leave these out")
     for name, value in other.items():
         print(f"{name} = {value!r}, as {path} has it")
-    globals().update(other)  # the one place that changes settings
+    assign(globals(), other)  # the one place that changes settings
 
 
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     allowed = {
         "eval_rows log_every n_layer n_head n_embd n_inner": (1, math.inf),
-        "micro_batch seed budget_hours max_steps evals": (0, math.inf),
-        "checkpoint_minutes lr muon_lr grad_clip": (0, math.inf),
+        "micro_batch seed budget_hours max_steps evals checkpoint_minutes": (0, math.inf),
+        "lr muon_lr weight_decay muon_weight_decay adam_eps norm_eps grad_clip": (0, math.inf),
         "warmup beta1 beta2 dropout": (0, 0.99999),
-        "cooldown mask_token_share random_token_share": (0, 1),
+        "batch_ramp cooldown mask_token_share": (0, 1),
+        "random_token_share": (0, round(1 - mask_token_share, 9)),
         "mask_rate mask_rate_end": (0.001, 0.9),
         "vocab_size": (260, 65536),
         "seq_len": (8, max_seq_len),

@@ -86,7 +86,8 @@ label2id = {name: i for i, name in enumerate(names)}
 fields = {"id2label": dict(enumerate(names)), "classifier_pooling": args.pooling}
 try:
     config = transformers.AutoConfig.from_pretrained(args.model, label2id=label2id, **fields)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    # "[SEP]" in a text is text, as in pre-training
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, split_special_tokens=True)
 except (OSError, ValueError) as e:  # no such folder, or no architecture of transformers
     sys.exit(f"cannot read {args.model}: {str(e).splitlines()[0]}")
 transformers.set_seed(args.seed)

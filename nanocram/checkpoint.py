@@ -54,11 +54,6 @@ def load(run, path):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["data"] != run.meta["sha256"]["train.bin"]:
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
-        states = run.model.state_dict(), ckpt["model"]
-        has_gates = [any(".mlp.Wg." in key for key in state) for state in states]
-        if has_gates == [True, False]:
-            advice = f"or begin from its weights, --init={path.parent} with another --out_dir"
-            sys.exit(f"{path} is older than the split of Wi: resume it at commit 3cbf21b, {advice}")
         run.model.load_state_dict(ckpt["model"])
         for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
             for group, ours in zip(saved["param_groups"], o.param_groups, strict=True):

@@ -1,6 +1,7 @@
 """The GLUE benchmark (arXiv 1804.07461): tasks, files, metrics, the store of results, tables."""
 
 import csv
+import hashlib
 import json
 import sys
 import warnings
@@ -83,7 +84,7 @@ def read(name, split, glue_dir):
 
     header = ["source", "label", "mark", "sentence"] if name == "cola" else None  # others have one
     number_of = {label: i for i, label in enumerate(task.labels)}
-    texts, labels = [], []
+    texts, labels, n_short = [], [], 0
     with open(path, encoding="utf-8-sig", newline="\n") as f:
         rows = csv.DictReader(f, header, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
@@ -91,14 +92,15 @@ def read(name, split, glue_dir):
                 if None in row:  # DictReader's key for cells beyond the header
                     raise ValueError("too many columns")
                 if None in row.values():  # its value for missing cells
+                    n_short += 1
                     continue  # a few of QQP's rows end too soon; the Hub has left them out, too
                 texts.append(tuple(row[column] for column in task.texts))
                 label = row[task.label]
                 labels.append(number_of[label] if task.labels else float(label))
                 if not 0 <= labels[-1] <= 5:  # STS-B's scores; numbers of classes are below 3
                     raise ValueError(f"no score is {label}")
-            if not texts:
-                raise ValueError("there is not one row")
+            if n_short >= len(texts):  # with a header, say, where the official file has none
+                raise ValueError(f"not one row, but {n_short} that have too few columns")
         except (OSError, ValueError, LookupError, csv.Error) as e:
             sys.exit(f"{path}, line {rows.line_num} ({e!r:.80}): fetch the official file")
     return texts, np.array(labels)
@@ -114,6 +116,18 @@ def read_hub(name, split):
         return list(zip(*texts.values(), strict=True)), np.array(rows["label"][:])
     except Exception as e:  # no package, no network, no such data set: each raises something else
         sys.exit(f"no {name} from the Hub ({first_line(e)}): name a --glue_dir of official files")
+
+
+def facts(splits):
+    """What a run tells of {split: (texts, labels)}: rows, those that train has too, a checksum."""
+    train, digest = set(splits["train"][0]), hashlib.sha256()
+    found = {"rows": {}, "in_train": {}}
+    for split, (texts, labels) in splits.items():
+        digest.update(repr((texts, labels.tolist())).encode("utf-8", "replace"))
+        found["rows"][split] = len(texts)
+        if split != "train":
+            found["in_train"][split] = sum(text in train for text in texts)
+    return found | {"data": digest.hexdigest()[:16]}
 
 
 def score(name, labels, outputs):
@@ -179,12 +193,15 @@ def group(runs):
 
 
 def shortcomings(runs):
-    """Why a task has a * in the table, line by line: missing rows, diverged seeds."""
+    """Why a task has a * in the table, line by line: other rows, a leak, diverged seeds."""
     task = TASKS[runs[0]["task"]]
     notes = []
     for split, n in runs[0]["rows"].items():
-        if n < task.rows[split]:
+        if n != task.rows[split]:
             notes.append(f"- \\* {task.folder}: {n:,} of {task.rows[split]:,} {split} rows")
+        n_in_train = runs[0].get("in_train", {}).get(split, 0)
+        if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
+            notes.append(f"- \\* {task.folder}: {n_in_train:,} of {n:,} {split} rows are in train")
     n_diverged = sum(not run["scores"] for run in runs)
     if n_diverged:
         notes.append(f"- \\* {task.folder}: {n_diverged} of {len(runs)} seeds diverged, left out")

@@ -23,7 +23,9 @@ def pick(device, dtype):
     if device == "auto":
         # A GPU that torch cannot use would mean a day on the CPU. If it was hidden, that is meant.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-        if Path("/dev/nvidiactl").exists() and not has_cuda and not hidden:
+        # a card's driver; in WSL2, where /dev/dxg stands for any card, that of an NVIDIA one
+        drivers = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
+        if any(Path(name).exists() for name in drivers) and not has_cuda and not hidden:
             advice = "install a build for its driver (see nvidia-smi), or type --device=cpu"
             sys.exit(f"torch {torch.__version__} cannot use this GPU: {advice}")
         device = next(name for name in available if available[name])

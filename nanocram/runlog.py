@@ -24,6 +24,7 @@ COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
     "lr batch_size mask_rate grad_norm skipped muon_lr"
 ).split()  # the first ones of log.csv; whatever else is measured follows
+PLAIN_LINE_SECONDS = 120  # between two lines of progress, where there is no bar
 ENGLISH = "once upon a [MASK] there was a king.|he opened the [MASK] and went out."
 
 
@@ -84,6 +85,15 @@ def say(line):
         tqdm.write(line)
 
 
+@contextlib.contextmanager
+def extra(what):
+    """Around what a run can do without: an error, of whatever kind, is a warning."""
+    try:
+        yield
+    except Exception as e:
+        say(f"WARNING: no {what}: {first_line(e)}")
+
+
 class Log:
     """What a train.Run tells while it trains; rank 0 has one."""
 
@@ -96,6 +106,8 @@ class Log:
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
         self.bar = None  # from the first step on
+        self.said_at = 0.0  # of the train_seconds, the last line of progress where there is no bar
+        self.is_tenth_over = False  # of the run
         self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         samples = settings["samples"]
         if samples == "auto":
@@ -131,6 +143,9 @@ class Log:
             f"{run.flops_per_token / 1e6:.0f} MFLOP a token; {machine.device_name(run.device)} "
             f"multiplies matrices of {run.amp_dtype} at {self.matmul_rate / 1e12:.2f} TFLOP/s"
         )
+        if not settings["max_steps"]:
+            most = settings["budget_hours"] * 3600 * self.matmul_rate / run.flops_per_token
+            self.warn_if_few("the budget holds at most", most)
         if why := not_native(run.model):
             say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
 
@@ -174,19 +189,36 @@ class Log:
         facts = {"settings": self.settings, **self.facts}
         write_text(self.folder / "run.json", json.dumps(facts, indent=2))
 
+    def warn_if_few(self, said, tokens):
+        """Warn where the model has fewer tokens than parameters to learn from."""
+        tokens += self.run.state.began_from.get("tokens", 0)
+        share = tokens / self.facts["parameters"]
+        if share < 1:
+            say(f"WARNING: {said} {share:.2g} tokens per parameter: a smaller model learns more")
+
+    def warn_if_none_learnt(self, losses):
+        """Warn where held-out losses are no better than without a model."""
+        if not losses["val_loss_15"] < self.facts["frequency_loss"]:
+            usual = f"{self.facts['frequency_loss']:.3f}, by the frequencies of tokens alone"
+            say(f"WARNING: this is no better than {usual}: train longer, or with lower rates")
+
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
         say(
             f"{self.run.clock.elapsed() / 60:7.1f} min  step {self.run.state.step:6,}  held-out "
             f"loss {losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
         )
+        if not self.is_tenth_over and self.run.clock.progress() >= 0.1:
+            self.is_tenth_over = True
+            self.warn_if_none_learnt(losses)
         if self.sentences:
-            self.say_guess(self.sentences[number % len(self.sentences)])
+            self.say_guesses([self.sentences[number % len(self.sentences)]])
 
-    def say_guess(self, sentence):
-        """Print a sentence and the three likeliest words for its [MASK]."""
-        top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
-        say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
+    def say_guesses(self, sentences):
+        """Print sentences, and the three likeliest words for the [MASK] of each."""
+        for sentence in sentences:
+            top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
+            say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
 
     def add_line(self, losses):
         """Add a line to log.csv: means of what was measured since the last one, what else the last
@@ -208,7 +240,10 @@ class Log:
         state.sums = {}
         self.lines.append(line)
         if self.wandb:
-            self.wandb.log(line, step=state.step)
+            wandb, self.wandb = self.wandb, None  # which stays so if this fails
+            with extra("more of this run at wandb"):
+                wandb.log(line, step=state.step)
+                self.wandb = wandb
         # rewriting takes longer as the log grows: wait for 1 s per 200 lines
         waited = time.monotonic() - self.written_at
         if losses or state.consecutive_skips or waited > max(2, len(self.lines) / 200):
@@ -242,10 +277,12 @@ class Log:
         trained = self.run.clock.elapsed() - state.setup_seconds
         left = trained / max(progress, 1e-9) - trained
         self.bar.n = progress
-        self.bar.set_postfix_str(
-            f"loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
-            f"{left / 60:.0f} min left"
-        )
+        said = f"loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
+        said += f"{left / 60:.0f} min left"
+        self.bar.set_postfix_str(said)
+        if self.bar.disable and self.train_seconds > self.said_at + PLAIN_LINE_SECONDS:
+            self.said_at = self.train_seconds
+            say(f"{self.run.clock.elapsed() / 60:7.1f} min  step {state.step:6,}  {said}")
         if before <= 10 < self.train_seconds and not self.settings["max_steps"]:
             tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
@@ -273,17 +310,19 @@ class Log:
             f"{speed:,.0f} tokens/s, MFU {mfu:.0%}; "
             f"{self.run.clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
         )
+        self.warn_if_few("the model has read", state.rows_seen * rows.seq_len)
         say(
             f"held-out loss {losses['val_loss_15']:.4f} at 15 % masked, "
             f"{losses['val_loss_25']:.4f} at 25 %; "
             f"{losses['val_nats_per_char']:.4f} nats per character"
         )
-        for sentence in self.sentences:
-            self.say_guess(sentence)
+        self.warn_if_none_learnt(losses)
+        self.say_guesses(self.sentences)
         if is_saved:
             say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
 
 
+@extra("loss.png")
 def plot(folder):
     """Draw loss.png from log.csv: losses by the clock. Without matplotlib there is none."""
     try:

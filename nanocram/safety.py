@@ -84,7 +84,11 @@ def run(main, folder, then, if_oom="use a smaller model"):
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: {then}")
     except OSError as e:
-        sys.exit(f"{e.filename or folder}: {e.strerror or e}; {then}")
+        place = str(e.filename or folder)
+        for name, value in os.environ.items():  # a cache that cannot be made, say torch.compile's
+            if name.endswith(("DIR", "_HOME", "_CACHE")) and value and place.startswith(value):
+                place += f" (of {name})"
+        sys.exit(f"{place}: {e.strerror or e}; {then}")
     except (MemoryError, RuntimeError) as e:
         if is_oom(e):
             sys.exit(f"out of memory: {if_oom}")
@@ -93,17 +97,19 @@ def run(main, folder, then, if_oom="use a smaller model"):
 
 
 class Signals(contextlib.ContextDecorator):
-    """Around a function: SIGINT, SIGTERM and SIGHUP set .stop. The same once more ends the process,
-    after two seconds: torchrun passes on a SIGTERM that each rank got from the batch system."""
+    """Around a function: SIGINT, SIGTERM, SIGHUP, and what batch systems send before the end, set
+    .stop. The same once more ends the process, after two seconds: torchrun passes on a SIGTERM that
+    each rank got from the batch system."""
 
     stop = False  # bench.py and the tests ask without entering
 
     def __enter__(self):
         self.stop, self.before = False, {}
         numbers = [signal.SIGINT, signal.SIGTERM]
-        # Windows has no SIGHUP, and nohup ignores it: leave it so.
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
+        for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
+            number = getattr(signal, name, None)  # Windows has none
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets SIGHUP
+                numbers.append(number)
         with contextlib.suppress(ValueError):  # Python allows it in the main thread alone
             self.before = {number: signal.signal(number, self.handle) for number in numbers}
 

@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -43,21 +44,31 @@ def read_ranks():
 
 def configure(namespace, argv=None, also=None):
     """Set the settings in a script's globals(); one that is imported keeps its defaults. Returns
-    {name: default}. also: another script, whose settings can be set too."""
-    if argv is None:
-        argv = sys.argv[1:] if namespace["__name__"] == "__main__" else []
+    {name: default}. also: another script, whose settings can be set too.
+
+    A later call, in a notebook, begins from the defaults and from what was assigned by hand."""
     prepare_streams()
-    script = Path(namespace["__file__"])
     own = find_settings(namespace)
-    defaults = {**(also.SETTINGS if also else {}), **own}
+    if argv is None and namespace["__name__"] != "__main__":
+        return own
+    argv = sys.argv[1:] if argv is None else argv
+    script = Path(namespace["__file__"])
     if "--help" in argv or "-h" in argv:
         blocks = [config_block(path) for path in ([script, also.__file__] if also else [script])]
+        if hasattr(signal, "SIGPIPE"):  # --help | head
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print((namespace["__doc__"] or "").strip(), *blocks, sep="\n\n")  # python -OO drops the doc
         sys.exit()
 
-    values = dict(defaults)
-    if argv:  # not where a script is imported
-        typed.clear()
+    places = dict.fromkeys(find_settings(vars(also)), vars(also)) if also else {}
+    places |= dict.fromkeys(own, namespace)  # {setting: the globals that have it}
+    begin, defaults = {}, {}
+    for name, place in places.items():
+        before, given = place.get("_given", {}).get(name, (place[name], place[name]))
+        begin[name] = before if place[name] == given else place[name]  # assigned by hand
+        defaults[name] = place.get("SETTINGS", begin).get(name, begin[name])
+    values = dict(begin)
+    typed.clear()
     for arg in argv:
         if arg.startswith("-"):
             name, equals, text = arg.lstrip("-").partition("=")
@@ -80,8 +91,20 @@ def configure(namespace, argv=None, also=None):
     for name, value in values.items():
         if value != defaults[name]:
             print(f"{name} = {value!r}  (default {defaults[name]!r})")
-        (namespace if name in own else vars(also))[name] = value
+    for name, place in places.items():
+        place.setdefault("_given", {}).pop(name, None)
+        place[name] = begin[name]
+        assign(place, {name: values[name]})
     return own
+
+
+def assign(namespace, values):
+    """Set settings in a script's globals(), until a later configure() takes them back."""
+    given = namespace.setdefault("_given", {})  # {name: (value before, value that was given)}
+    for name, value in values.items():
+        before, _ = given.get(name, (namespace[name], None))
+        given[name] = before, value
+        namespace[name] = value
 
 
 def check(namespace, allowed):

@@ -131,7 +131,7 @@ def train(monkeypatch, data_dir, tmp_path):
     # Most of a small save: who looks at loss.png puts PLOT back.
     monkeypatch.setattr(runlog, "plot", lambda folder: None)
     folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
-    put(monkeypatch, train, **(SMALL_MODEL | folders))
+    put(monkeypatch, train, typed=set(), **(SMALL_MODEL | folders))
     return train
 
 

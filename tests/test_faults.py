@@ -97,7 +97,7 @@ def test_a_full_disk(run_of_3_steps, train, data_dir):
     full = start(out, data_dir, limit, max_steps=9, init="resume", samples="")
     said, _ = full.communicate(timeout=200)
     assert full.returncode == 1 and "Traceback" not in said, said
-    assert str(out) in next(line for line in said.splitlines() if line.startswith("WARNING"))
+    assert f"WARNING: cannot save to {out}: " in said
     assert before == {path: path.read_bytes() for path in before} and not list(out.glob("*tmp*"))
     train.main()
     assert whole(out)["step"] == 9
@@ -229,8 +229,6 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(run_of_3_steps):
     assert "does not fit" in refused(ckpt | {"model": ckpt["model"] | other_shape})
     assert "does not fit" in refused(ckpt | {"optimizers": ckpt["optimizers"][:1]})
     assert "does not fit" in refused(ckpt | {"config": ckpt["config"] | {"n_layer": 3}})
-    older = {key: tensor for key, tensor in ckpt["model"].items() if ".mlp.Wg." not in key}
-    assert "3cbf21b" in refused(ckpt | {"model": older})  # the last commit with one matrix for both
     assert "--data_dir" in refused(ckpt | {"data": "0"})
     assert "damaged" in refused({})
     assert "does not fit" in refused(ckpt | {"optimizer": "adamw"})  # which is taken over

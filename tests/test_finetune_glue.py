@@ -87,7 +87,7 @@ def test_training_equals_a_plain_loop_around_transformers(
     put(settings, ft, glue_dropout=0.0, glue_lr=1e-3, glue_pooling=pooling)
     put(settings, ft, glue_weight_decay=decay, glue_schedule=kind)
     candidate = ft.Ours(model, False)
-    data = Ragged(ft.tokenised(candidate, task, "train"), False, CPU)
+    data = Ragged(ft.tokenised(candidate, *glue.read(task, "train", ft.glue_dir)), False, CPU)
     torch.manual_seed(5)
     net = candidate.build(n_outputs)
     facts = {"classifier_pooling": pooling, "classifier_dropout": 0.0, "num_labels": n_outputs}
@@ -208,7 +208,8 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
     candidate = ft.HuggingFace(str(tmp_path))
     assert candidate.two_types == kind.startswith("Bert")
     candidate.batch = 8
-    data = Ragged(ft.tokenised(candidate, "mnli", "train"), candidate.two_types, CPU)
+    rows = glue.read("mnli", "train", ft.glue_dir)
+    data = Ragged(ft.tokenised(candidate, *rows), candidate.two_types, CPU)
     torch.manual_seed(1)
     net = candidate.build(3)
     built = net.model.base_model.state_dict()
@@ -218,7 +219,7 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
         assert not torch.equal(net.model.classifier.weight, saved.classifier.weight)
         assert net.model.classifier.weight.std().item() == pytest.approx(0.2, rel=0.3)
     before = ft.predict(net, data, torch.float32)
-    columns = zip(*glue.read("mnli", "train", ft.glue_dir)[0], strict=True)
+    columns = zip(*rows[0], strict=True)
     options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
     wanted = net.model(**candidate.tokenizer(*map(list, columns), **options)).logits.detach()
     assert np.allclose(before, wanted, atol=1e-5)

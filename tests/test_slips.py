@@ -32,7 +32,7 @@ SLIPS = {
         ("--order=random", "order=random cannot work: type shuffle or curriculum"),
         ("--tokenizer=data --vocab_size=700", "type --vocab_size=600"),
         ("--data_dir=mine", "is not a new or an empty folder: choose another --data_dir"),
-        ("--data_dir=data --source=corpus.txt --seq_len=64", "seq_len=128, files="),
+        ("--data_dir=data --source=corpus.txt --seq_len=64", "delete it or choose another"),
         # the embedded corpus is found from any folder
         ("config/tiny.py --tokenizer=mine", "mine/tokenizer.json is not a tokenizer.json of"),
     ],

@@ -551,7 +551,7 @@ def set_up(run, held_out_rows):
         run, lambda: take_all_passes(run, held_out_rows), largest, signals
     )
     if compile and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
-        names = ", ".join(name for name in os.environ if "DISABLE" in name)
+        names = ", ".join(name for name in os.environ if "TORCH" in name and "DISABLE" in name)
         print(f"WARNING: torch compiles nothing: unset {names}, or type --compile=False")
     sets = held_out(held_out_rows, run.small_pass)
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began

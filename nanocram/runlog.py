@@ -9,6 +9,7 @@ import gc
 import io
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -386,6 +387,7 @@ def write_card(folder, glue_table=()):
         use = "\n".join([use, "", "## GLUE, dev sets", "", *glue_table])
     sources = " and ".join(f"`{source}`" for source in dict.fromkeys(trained["sources"]))
     hours, longest = line["elapsed_s"] / 3600, config["nanocram"]["max_seq_len"]
+    by_frequency = facts.get("frequency_loss", math.nan)  # an older folder does not say it
     text = f"""{CARD_BEGIN}{front}
 license: other  # yours to choose
 tags: [masked-lm, cramming]
@@ -397,8 +399,9 @@ A masked language model of {facts["parameters"]:,} parameters, pre-trained by na
 [Cramming](https://arxiv.org/abs/2212.14034), on {facts["processes"]} × {facts["device"]} and
 {trained["tokens"]:,} tokens of {sources}. After {hours:.2f} hours and {line["step"]:,} steps of its
 last run its loss on held-out text was {line["val_loss_15"]:.3f} nats per token with 15 % masked,
-and {line["val_loss_25"]:.3f} with 25 %. It takes up to {longest} tokens, and was trained
-on rows of {trained["seq_len"]}. `run.json` has all settings, `log.csv` every logged step.
+and {line["val_loss_25"]:.3f} with 25 %; guesses by the tokens' frequencies cost {by_frequency:.3f}.
+It takes up to {longest} tokens, and was trained on rows of {trained["seq_len"]}. `run.json` has all
+settings, `log.csv` every logged step.
 
 {use}
 """

@@ -312,6 +312,8 @@ def main():
         splits = {split: glue.read(task, split, glue_dir) for split in glue.TASKS[task].rows}
         data[task] = {split: tokenised(candidate, *rows) for split, rows in splits.items()}
         facts = {"task": task, **glue.facts(splits)}
+        for line in glue.flaws(facts):
+            tqdm.write(line)
         runs += [{**what, **facts, "seed": first_seed + i} for i in range(seeds)]
     try:
         done = glue.add_runs(folder)  # none, to see that it can be written before hours of work

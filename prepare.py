@@ -453,7 +453,8 @@ def begin_folder(folder, settings, files):
                 plan["hub"][name] = sources.hub_files(name)
             except Exception as e:  # whatever the Hub's libraries raise
                 why, hint = explain(e)
-                sys.exit(f"could not read {name} ({why}): {hint or 'see to the network, rerun it'}")
+                what_helps = hint or "see to the network, then rerun the command"
+                sys.exit(f"could not read {name} ({why}): {what_helps}")
     safety.write_text(path, json.dumps(plan, indent=1))
     return plan
 

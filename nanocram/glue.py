@@ -192,16 +192,21 @@ def group(runs):
     return groups
 
 
-def shortcomings(runs):
-    """Why a task has a * in the table, line by line: other rows, a leak, diverged seeds."""
-    task = TASKS[runs[0]["task"]]
-    notes = []
-    for split, n in runs[0]["rows"].items():
+def flaws(run):
+    """What makes the data of a run others than the official ones, line by line."""
+    task, notes = TASKS[run["task"]], []
+    for split, n in run["rows"].items():
         if n != task.rows[split]:
             notes.append(f"- \\* {task.folder}: {n:,} of {task.rows[split]:,} {split} rows")
-        n_in_train = runs[0].get("in_train", {}).get(split, 0)
+        n_in_train = run.get("in_train", {}).get(split, 0)
         if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
             notes.append(f"- \\* {task.folder}: {n_in_train:,} of {n:,} {split} rows are in train")
+    return notes
+
+
+def shortcomings(runs):
+    """Why a task has a * in the table, line by line: its data, diverged seeds."""
+    task, notes = TASKS[runs[0]["task"]], flaws(runs[0])
     n_diverged = sum(not run["scores"] for run in runs)
     if n_diverged:
         notes.append(f"- \\* {task.folder}: {n_diverged} of {len(runs)} seeds diverged, left out")

@@ -5,6 +5,7 @@ python -c "from nanocram import runlog; runlog.plot('out/tiny')"     # draw loss
 
 import contextlib
 import csv
+import functools
 import gc
 import io
 import itertools
@@ -86,13 +87,16 @@ def say(line):
         tqdm.write(line)
 
 
+say_once = functools.cache(say)
+
+
 @contextlib.contextmanager
 def extra(what):
     """Around what a run can do without: an error, of whatever kind, is a warning."""
     try:
         yield
     except Exception as e:
-        say(f"WARNING: no {what}: {first_line(e)}")
+        say_once(f"WARNING: no {what}: {first_line(e)}")
 
 
 class Log:

@@ -277,9 +277,10 @@ def main():
         "glue_schedule": ("cosine", "linear"),
         "glue_pooling": ("cls", "mean"),
         "seeds epochs glue_batch hf_batch": (1, math.inf),
-        "first_seed": (0, math.inf),
+        "glue_lr hf_lr glue_eps glue_weight_decay": (0, math.inf),
+        "first_seed": (0, 2**62),
         "glue_seq_len": (8, math.inf),
-        "glue_warmup glue_dropout": (0, 0.99999),
+        "glue_warmup glue_beta2 glue_dropout": (0, 0.99999),
     }
     check(globals(), allowed)
     is_hf = baseline.startswith("hf:")
@@ -329,7 +330,7 @@ def main():
 
     # each task with each seed
     total = epochs * sum(run["rows"]["train"] for run in todo)
-    with tqdm(total=total, unit=" rows", unit_scale=True, disable=None) as bar:
+    with safety.Bar(total=total, unit=" rows", unit_scale=True) as bar:
         for run in todo:
             task, seed = run["task"], run["seed"]
             bar.set_description(f"{task}, seed {seed}")

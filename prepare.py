@@ -329,7 +329,7 @@ def process_batches(files, folder, share):
     size = sum(n_bytes for _, n_bytes, *_ in files)
     n = min(processes or count_cores(), 1 + 4 * size // BATCH)  # gzip makes a fourth of text
     unit = "tokens" if max_tokens else "B"
-    bar = tqdm(total=max_tokens or size, unit=unit, unit_scale=True, disable=None)
+    bar = safety.Bar(total=max_tokens or size, unit=unit, unit_scale=True)
     wanted = max_tokens or np.inf
     running, failure = collections.deque(), None
 
@@ -497,6 +497,9 @@ def main():
         "seq_len": (8, 65536),
         "val_tokens": (seq_len, 10**9),
         "max_tokens": (0, 10**15),
+        "vocab_sample_mb": (1, math.inf),
+        "filter_ratio": (-1, math.inf),
+        "processes": (0, 1000),
         "val_share": (0, 0.5),
     }
     check(globals(), allowed)

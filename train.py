@@ -696,8 +696,9 @@ def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     allowed = {
         "eval_rows log_every n_layer n_head n_embd n_inner": (1, math.inf),
-        "micro_batch seed budget_hours max_steps evals checkpoint_minutes": (0, math.inf),
+        "micro_batch budget_hours max_steps evals checkpoint_minutes": (0, math.inf),
         "lr muon_lr weight_decay muon_weight_decay adam_eps norm_eps grad_clip": (0, math.inf),
+        "seed": (0, 2**62),
         "warmup beta1 beta2 dropout": (0, 0.99999),
         "batch_ramp cooldown mask_token_share": (0, 1),
         "random_token_share": (0, round(1 - mask_token_share, 9)),

@@ -15,18 +15,15 @@ import sys
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 from nanocram import machine, parallel
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
-from nanocram.safety import first_line, names_in, write_beside, write_text
+from nanocram.safety import Bar, first_line, names_in, say, write_beside, write_text
 
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
     "lr batch_size mask_rate grad_norm skipped muon_lr"
 ).split()  # the first ones of log.csv; whatever else is measured follows
-PLAIN_LINE_SECONDS = 120  # between two lines of progress, where there is no bar
 ENGLISH = "once upon a [MASK] there was a king.|he opened the [MASK] and went out."
 
 
@@ -81,12 +78,6 @@ def read_log(folder):
     return lines
 
 
-def say(line):
-    """Print a line above the bar; a full disk or a closed pipe ends no run."""
-    with contextlib.suppress(OSError):
-        tqdm.write(line)
-
-
 say_once = functools.cache(say)
 
 
@@ -111,7 +102,6 @@ class Log:
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
         self.bar = None  # from the first step on
-        self.said_at = 0.0  # of the train_seconds, the last line of progress where there is no bar
         self.is_tenth_over = False  # of the run
         self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         samples = settings["samples"]
@@ -276,18 +266,13 @@ class Log:
         before = self.train_seconds
         self.train_seconds += state.recent["step"][-1]
         if self.bar is None:
-            form = "{percentage:3.0f}%|{bar}|{postfix}"
-            self.bar = tqdm(total=1.0, disable=None, bar_format=form)  # None: only in a terminal
+            self.bar = Bar(total=1.0, bar_format="{percentage:3.0f}%|{bar}|{postfix}")
         speed, mfu = self.throughput()
         trained = self.run.clock.elapsed() - state.setup_seconds
         left = trained / max(progress, 1e-9) - trained
-        self.bar.n = progress
-        said = f"loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  MFU {mfu:.0%}  "
-        said += f"{left / 60:.0f} min left"
-        self.bar.set_postfix_str(said)
-        if self.bar.disable and self.train_seconds > self.said_at + PLAIN_LINE_SECONDS:
-            self.said_at = self.train_seconds
-            say(f"{self.run.clock.elapsed() / 60:7.1f} min  step {state.step:6,}  {said}")
+        said = f"step {state.step:,}  loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  "
+        self.bar.set_postfix_str(f"{said}MFU {mfu:.0%}  {left / 60:.0f} min left", refresh=False)
+        self.bar.update(progress - self.bar.n)
         if before <= 10 < self.train_seconds and not self.settings["max_steps"]:
             tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
@@ -369,6 +354,7 @@ The pipeline's `targets` look like `["Ġparis", "Ġrome"]`. Hidden states of `Au
 the final norm, whose weights are in `head.norm`."""
 
 
+@extra("README.md")
 def write_card(folder, glue_table=()):
     """Write README.md into a run's folder, unless it has somebody's own. glue_table: its lines."""
     folder = Path(folder).resolve()

@@ -1,4 +1,4 @@
-"""Atomic writes, one writer a folder, signals, errors in one line."""
+"""Atomic writes, one writer a folder, signals, errors in one line, progress in a log."""
 
 import contextlib
 import os
@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+LINE_SECONDS = 120  # between two lines of progress, where there is no terminal
 
 
 def write_beside(path, write):
@@ -54,6 +57,30 @@ def names_in(folder):
     folder.mkdir(parents=True, exist_ok=True)
     names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"}
     return names - {f".{folder.name}.lock", "lost+found"}
+
+
+def say(line):
+    """Print a line above the bar; a full disk or a closed pipe ends no run."""
+    with contextlib.suppress(OSError):
+        tqdm.write(line)
+
+
+class Bar(tqdm):
+    """A progress bar; without a terminal, as in the log of a batch job, a line now and then."""
+
+    desc = postfix = ""  # tqdm has none where it shows no bar
+
+    def __init__(self, **options):
+        super().__init__(disable=None, **options)  # None: a bar in a terminal alone
+        self.said_at = time.monotonic()
+
+    def update(self, n=1):
+        super().update(n)
+        if self.disable:
+            self.n += n
+            if time.monotonic() > self.said_at + LINE_SECONDS:
+                self.said_at = time.monotonic()
+                say(f"{self.n / self.total:4.0%}  {self.desc}{self.postfix}")
 
 
 def first_line(error):

@@ -497,7 +497,7 @@ def main():
         "seq_len": (8, 65536),
         "val_tokens": (seq_len, 10**9),
         "max_tokens": (0, 10**15),
-        "vocab_sample_mb": (1, math.inf),
+        "vocab_sample_mb": (0, math.inf),
         "filter_ratio": (-1, math.inf),
         "processes": (0, 1000),
         "val_share": (0, 0.5),

@@ -145,6 +145,8 @@ def test_signals():
         process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
         assert process.poll() is None
+        process.send_signal(getattr(signal, "SIGUSR1", signal.SIGINT))  # sbatch --signal=USR1@60
+        assert process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         assert process.stderr.readline()
         process.send_signal(signal.SIGTERM)

@@ -167,6 +167,11 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     assert "1 of 2 fine-tunings are in" in more and "; seeds: 2 to 3" in more
     write_model(model, data_dir, norm_eps=1e-4, linear_bias=True)
     assert "already" not in run(model, glue_files, tasks="cola")
+    path = glue_files[0] / "CoLA/dev.tsv"
+    before = path.read_text("utf-8")
+    path.write_text(before.replace("a", "b"), "utf-8")  # with as many rows
+    assert "already" not in run(model, glue_files, tasks="cola")
+    path.write_text(before, "utf-8")
     assert "already" not in run(model, glue_files, baseline="scratch", tasks="cola")
     theirs = run(model, glue_files, baseline=f"hf:{model}", tasks="stsb", hf_batch=8)
     assert "batch 8, AdamW 2e-05" in theirs and "already" not in theirs

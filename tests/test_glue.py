@@ -121,6 +121,14 @@ def test_the_mean_is_of_the_nine_numbers_and_what_is_partial_is_marked():
     row = cells("x", partial)
     assert (row["QQP"], row["MNLI-m"], row["mean of 9"]) == ("87.0*", "82.0", "79.4*")
     assert "QQP: 100 of 363,846 train rows" in glue.table(partial)
+    # more rows than official, and a dev set that was trained on, are no protocol either
+    partial[2]["rows"] = {"train": 4076, "dev": 408}
+    one = [("c", "d")], np.zeros(1)
+    found = glue.facts({"train": ([("a", "b"), *one[0]], np.zeros(2)), "dev": one})
+    partial[3] |= {"in_train": {"dev": 1500 * found["in_train"]["dev"]}}
+    row = cells("x", partial)
+    assert (row["MRPC"], row["STS-B"], row["RTE"]) == ("88.0*", "86.0*", "60.0")
+    assert "STS-B: 1,500 of 1,500 dev rows are in train" in glue.table(partial)
     # medians never mix runs on a part of the data with runs on all of it
     assert cells("x", partial + runs(seed=1, qqp={"f1": 50.0, "accuracy": 50.0}))["QQP"] == "50.0"
 

@@ -12,6 +12,7 @@ import sklearn.metrics
 import transformers
 from conftest import command, script, write_model
 
+from nanocram.tokenizer import Tokenizer
 from prepare import is_held_out
 
 SCRIPT = "docs/finetune_own_labels.py"
@@ -53,7 +54,7 @@ def test_own_labels(tmp_path, data_dir, sentences):
     for path in (model / "config.json", model / "tokenizer_config.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
     rows = [(text, "asks" if i % 3 else "tells") for i, text in enumerate(sentences[:180])]
-    rows[0] = " ".join(sentences[:9]), "tells"
+    rows[0] = " ".join([*sentences[:9], "[SEP]"]), "tells"
     rows += rows[:20]  # copies are on one side
     table = [("id", "body", "queue"), *((i, *row) for i, row in enumerate(rows)), (9, "x", "")]
     train, out = tmp_path / "train.csv", tmp_path / "new/labelled"
@@ -62,7 +63,9 @@ def test_own_labels(tmp_path, data_dir, sentences):
     options = {"epochs": 2, "seed": 3, "text_column": "body", "label_column": "queue"}
     done = script(SCRIPT, model, train, out, **options)
     assert done.returncode == 0, done.stdout
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ids = Tokenizer(model / "tokenizer.json").encode(rows[0][0]).tolist()
+    assert tokenizer(rows[0][0])["input_ids"][1:-1] == ids  # as in pre-training, a [SEP] is text
     lengths = [len(tokenizer(text)["input_ids"]) for text, _ in rows]
     for limit in (32, 128):
         n_longer = sum(n > limit for n in lengths)

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,18 @@ def test_rows_by_a_vocabulary_that_is_there(tmp_path, data_dir, corpus, prepare,
     prepare(again, corpus, **settings | {"tokenizer": f"{data_dir}/"})
     assert "nothing to do" in capsys.readouterr().out
     assert before == {path.name: path.stat().st_mtime_ns for path in again.iterdir()}
+    # of other text of the same size it is not finished
+    edited = shutil.copy2(corpus, tmp_path / "edited.txt")
+    mine = tmp_path / "mine"
+    prepare(mine, edited)
+    edited.write_text(corpus.read_text("utf-8").replace("a", "b"), "utf-8")
+    with pytest.raises(SystemExit, match="files that have changed since: delete it"):
+        prepare(mine, edited)
+    meta = json.loads((mine / "meta.json").read_text("utf-8"))
+    for file in meta["settings"]["files"]:
+        del file[2]  # as older sets have them
+    (mine / "meta.json").write_text(json.dumps(meta))
+    prepare(mine, edited)
 
 
 def test_every_kind_of_file_is_read(tmp_path, corpus, prepare):

@@ -1,7 +1,9 @@
 import importlib
 import io
 import math
+import os
 import runpy
+import signal
 import subprocess
 import sys
 import types
@@ -11,7 +13,7 @@ import torch
 from conftest import ROOT
 
 from nanocram import machine
-from nanocram.settings import configure, read_ranks
+from nanocram.settings import assign, configure, read_ranks
 
 EXAMPLE = '''"""What it does."""
 from nanocram.settings import configure
@@ -101,6 +103,24 @@ def test_the_settings_of_another_script(example, other):
     assert "no setting parts" in refused(example, "--parts=5")
 
 
+def test_a_later_call_begins_with_the_defaults_and_what_was_assigned_by_hand(
+    example, other, capsys
+):
+    """As in a notebook, where weights may have changed settings too."""
+    configure(example, ["--count=7", "--rate=2"], other)
+    other.parts = 9
+    example["name"] = "by hand"
+    capsys.readouterr()
+    configure(example, ["--flag=False"], other)
+    assert values(example) == DEFAULTS | {"name": "by hand", "flag": False} and other.parts == 9
+    said = capsys.readouterr().out
+    assert "name = 'by hand'" in said and "parts = 9" in said and "count" not in said
+    assign(example, {"count": 9})
+    configure(example, ["--name=again"])
+    configure(example, [])
+    assert values(example) == DEFAULTS | {"name": "by hand"}
+
+
 @pytest.mark.parametrize(
     "slip, why",
     [
@@ -164,6 +184,27 @@ def test_help_shows_the_defaults_before_torch_is_imported(name, flags):
     exec(block, {}, shown)
     assert shown == module.SETTINGS
     assert last == "None False"
+    if hasattr(signal, "SIGPIPE"):
+        head = f"{sys.executable} {name}.py --help | head -n 1"
+        piped = subprocess.run(head, shell=True, cwd=ROOT, capture_output=True, text=True)
+        assert not piped.stderr and piped.stdout.strip()
+
+
+def test_threads_are_as_many_as_the_cores_that_are_ours():
+    """And sleep soon; but what a user has set stands."""
+    code = "import nanocram, os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'OMP_NUM_THREADS')))"
+    core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else None
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP"))}
+
+    def seen(**more):
+        one = None if core is None else lambda: os.sched_setaffinity(0, {core})
+        how = {"cwd": ROOT, "env": clean | more, "preexec_fn": one, "text": True}
+        return subprocess.check_output([sys.executable, "-c", code], **how).split()
+
+    if core is None or os.cpu_count() == 1:
+        pytest.skip("there is one core, or no affinity")
+    assert seen() == ["3000", "1"]
+    assert seen(OMP_WAIT_POLICY="active", OMP_NUM_THREADS="5") == ["None", "5"]
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, new_run, put
+from conftest import PLOT, ROOT, new_run, put
 
 import model as model_module
 import train as module
-from nanocram import fit, machine, runlog
+from nanocram import fit, machine, runlog, safety
 from nanocram.tokenizer import CLS, MASK
 
 
@@ -294,6 +294,30 @@ def test_a_budget_that_setting_up_uses_trains_nothing(train, setting):
     with pytest.raises(SystemExit, match=r"no room .* type --budget_hours=0.00\d or more$"):
         module.main()
     assert not (Path(train.out_dir) / "README.md").exists()
+    # nor does a resume behind the end change anything; to repeat a finished job is no error
+    setting(budget_hours=0.0, max_steps=2)
+    module.main()
+    before = {path: path.read_bytes() for path in Path(train.out_dir).iterdir()}
+    setting(init="resume")
+    with pytest.raises(SystemExit, match=r"type more than --max_steps=2$"):
+        module.main()
+    setting(init="auto")
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert not end.value.code
+    assert before == {path: path.read_bytes() for path in Path(train.out_dir).iterdir()}
+
+
+def test_a_result_that_is_none_is_called_so(train, setting, monkeypatch, capsys):
+    """Rates far too high learn not even how frequent tokens are: said after a tenth of the run, and
+    at the end. A log, which has no bar, gets lines of progress."""
+    put(monkeypatch, safety, LINE_SECONDS=-1)
+    setting(max_steps=12, lr=30.0, muon_lr=30.0, batch_ramp=0.0, evals=4, samples="")
+    module.main()
+    said = capsys.readouterr().out
+    assert said.count("WARNING: this is no better than") == 2
+    assert re.search(r"^WARNING: .* 0\.\d+ tokens per parameter", said, re.MULTILINE)
+    assert re.search(r"^ 58%  step 7  loss .* tokens/s .* min left$", said, re.MULTILINE)
 
 
 # Saving and the log
@@ -364,7 +388,7 @@ def test_an_older_checkpoint_goes_on(train, setting):
     assert saved_state(train)["rows_seen"] > rows_seen
 
 
-def test_wandb_gets_every_row(train, setting, monkeypatch):
+def test_wandb_gets_every_row(train, setting, monkeypatch, capsys):
     """A resume goes on with the same run of theirs."""
     seen = []
     logger = SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))), id="abc")
@@ -380,6 +404,19 @@ def test_wandb_gets_every_row(train, setting, monkeypatch):
     setting(max_steps=6, init="resume")
     train.main()
     assert seen[0]["id"] == "abc" and [step for step, _ in seen[1:]] == [6]
+
+    # its process dies, and matplotlib is broken: the run goes on, and says each once
+    def dead(row, step):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    logger.log = dead
+    monkeypatch.setattr("matplotlib.figure.Figure", None)
+    setting(max_steps=12, wandb_project="mine")
+    put(monkeypatch, runlog, plot=PLOT)
+    train.main()
+    said = capsys.readouterr().out
+    assert said.count("Broken pipe") == said.count("no loss.png") == 1
+    assert saved_state(train)["step"] == 12
 
 
 # Setting up
@@ -444,6 +481,14 @@ def test_a_compiler_that_fails_is_one_line(train, setting, monkeypatch):
     with pytest.raises(SystemExit, match=r"torch\.compile fails here .*--compile=False") as end:
         train.main()
     assert "\n" not in str(end.value)
+
+
+def test_a_compiler_that_the_environment_forbids_is_named(train, setting, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setattr(torch._dynamo.utils, "counters", {"stats": {"unique_graphs": 0}})
+    setting(compile=True, max_steps=1)
+    train.main()
+    assert "WARNING: torch compiles nothing: unset TORCHDYNAMO_DISABLE" in capsys.readouterr().out
 
 
 def test_micro_batch_halves_until_it_fits(train, setting, monkeypatch, capsys):

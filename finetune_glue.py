@@ -104,7 +104,7 @@ class Ours:
             yield np.concatenate([[CLS], *parts]), 1 + len(parts[0])
 
     def build(self, n_outputs):
-        """A module: (ids, attention_mask, token_type_ids) -> outputs (B, n_outputs)."""
+        """A module, which outputs_of() calls."""
         masked_lm = MaskedLM(replace(self.pretrained.config, dropout=glue_dropout))
         if not self.scratch:
             masked_lm.load_state_dict(self.pretrained.state_dict())
@@ -115,8 +115,9 @@ class HuggingFace:
     """An encoder of transformers, a folder or a name on the Hub, with the interface of Ours."""
 
     def __init__(self, name):
-        from transformers import AutoTokenizer, logging
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
+        self.auto = AutoModelForSequenceClassification
         self.batch, self.lr, self.paper = hf_batch, hf_lr, PAPER_BERT
         logging.set_verbosity_error()  # it warns of each new classifier
         logging.disable_progress_bar()
@@ -135,21 +136,18 @@ class HuggingFace:
         # only the classifier may be new, and perhaps a pooler before it
         new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
         prefix = net.base_model_prefix + "."
-        wrong = [key for key in new if key.startswith(prefix) and "pooler" not in key]
-        if wrong:
+        if wrong := [key for key in new if key.startswith(prefix) and "pooler" not in key]:
             sys.exit(f"{name} is incomplete: {min(wrong)} is missing or of another shape")
         if self.pad is None or len(self.tokenizer) > net.config.vocab_size:
             sys.exit(f"{name} has no padding token, or too many others for its model")
 
     def load(self, n_outputs, **options):
-        from transformers import AutoModelForSequenceClassification as Auto
-
         options |= {"num_labels": n_outputs, "dtype": torch.float32, "output_loading_info": True}
-        net, info = Auto.from_pretrained(self.name, ignore_mismatched_sizes=True, **options)
+        net, info = self.auto.from_pretrained(self.name, ignore_mismatched_sizes=True, **options)
         kind = (net.config.architectures or ["Model"])[0]
         if not kind.endswith(("ForMaskedLM", "ForPreTraining", "Model")):
             # its head was trained for other labels, or for these in another order: draw a new one
-            trained, net = net, Auto.from_config(net.config)
+            trained, net = net, self.auto.from_config(net.config)
             net.base_model.load_state_dict(trained.base_model.state_dict())
         return net, info
 
@@ -161,20 +159,7 @@ class HuggingFace:
             yield np.array(ids), row["token_type_ids"].count(0) if self.two_types else len(ids)
 
     def build(self, n_outputs):
-        return Logits(self.load(n_outputs, local_files_only=True)[0])
-
-
-class Logits(torch.nn.Module):
-    """A classifier of transformers with the signature of ours."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids, attention_mask, token_type_ids):
-        mask = None if attention_mask is None else attention_mask.long()
-        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        return self.model(input_ids=ids, attention_mask=mask, **types).logits
+        return self.load(n_outputs, local_files_only=True)[0]
 
 
 def tokenised(candidate, texts, labels):
@@ -197,18 +182,24 @@ def lr_scale(step, steps):
     return half_wave if glue_schedule == "cosine" else 1 - progress
 
 
-def fine_tune(candidate, net, data, seed, amp_dtype, bar=None):
+def outputs_of(net, inputs, amp_dtype):
+    """Outputs (B, n_outputs) of a Classifier of ours, or of transformers, which returns more."""
+    with mixed_precision(inputs["input_ids"].device, amp_dtype):
+        found = net(**inputs)
+    return getattr(found, "logits", found).float()
+
+
+def fine_tune(candidate, net, data, seed, amp_dtype, bar):
     """Fine-tune net on data, a Ragged; a tqdm bar counts its rows. Returns the mean of the last
     epoch's losses, cross-entropy in nats or squared errors."""
-    dev = data.dev
     matrices = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    fused = dev.type in ("cuda", "cpu")
+    fused = data.dev.type in ("cuda", "cpu")
     betas = (0.9, glue_beta2)
     optimizer = AdamW(groups, candidate.lr, betas, glue_eps, glue_weight_decay, fused=fused)
     # in float16 the loss is scaled, so that small gradients survive
-    scaler = torch.amp.GradScaler(dev.type, enabled=amp_dtype == torch.float16)
+    scaler = torch.amp.GradScaler(data.dev.type, enabled=amp_dtype == torch.float16)
     # rows of like length share a batch, so that little is padded: not the paper's, but faster
     batches = []
     for epoch in range(epochs):
@@ -220,8 +211,7 @@ def fine_tune(candidate, net, data, seed, amp_dtype, bar=None):
         for group in optimizer.param_groups:
             group["lr"] = candidate.lr * lr_scale(step, len(batches))
         inputs, labels = data.batch(rows)
-        with mixed_precision(dev, amp_dtype):
-            outputs = net(*inputs).float()  # (B, n_outputs)
+        outputs = outputs_of(net, inputs, amp_dtype)
         loss_fn = F.mse_loss if labels.is_floating_point() else F.cross_entropy
         loss = loss_fn(outputs.squeeze(1), labels)  # the one column of a regression becomes (B,)
         scaler.scale(loss).backward()
@@ -229,8 +219,7 @@ def fine_tune(candidate, net, data, seed, amp_dtype, bar=None):
         scaler.update()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        if bar is not None:
-            bar.update(len(rows))
+        bar.update(len(rows))
     losses = torch.stack(losses[-(len(batches) // epochs) :])  # of the last epoch
     return losses[losses.isfinite()].mean().item()  # in float16 a step may be skipped
 
@@ -242,9 +231,7 @@ def predict(net, data, amp_dtype):
     outputs = []  # by length, as order says
     net.eval()
     for rows in np.split(order, range(64, len(order), 64)):
-        inputs, _ = data.batch(rows)
-        with mixed_precision(data.dev, amp_dtype):
-            outputs.append(net(*inputs).float())
+        outputs.append(outputs_of(net, data.batch(rows)[0], amp_dtype))
     return torch.cat(outputs).cpu().numpy()[np.argsort(order)]  # in the order of the file
 
 
@@ -256,19 +243,18 @@ def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
     net = candidate.build(len(glue.TASKS[task].labels) or 1).to(dev)  # a regression has one output
     loss = fine_tune(candidate, net, data.pop("train"), seed, amp_dtype, bar)
     outputs = {split: predict(net, rows, amp_dtype) for split, rows in data.items()}
-    scores = {}
-    answers = {answer for values in outputs.values() for answer in values.argmax(1).tolist()}
+    scores, answers = {}, set()
     if all(np.isfinite(values).all() for values in outputs.values()):
         for split, values in outputs.items():
             # MNLI has two dev sets: the scores of the second have names of their own
             end = "_mm" if split.endswith("mismatched") else ""
             found = glue.score(task, splits[split]["labels"], values)
             scores |= {metric + end: value for metric, value in found.items()}
+            answers.update(values.argmax(1).tolist())
     train_loss = round(loss, 4) if scores else None  # JSON has no NaN
     seconds = round(time.perf_counter() - start, 1)
-    is_constant = len(answers) == 1 and bool(glue.TASKS[task].labels)
-    result = {"train_loss": train_loss, "scores": scores, "seconds": seconds}
-    return result | {"constant": is_constant}
+    constant = len(answers) == 1 and bool(glue.TASKS[task].labels)
+    return {"train_loss": train_loss, "scores": scores, "seconds": seconds, "constant": constant}
 
 
 def main():
@@ -313,7 +299,7 @@ def main():
         splits = {split: glue.read(task, split, glue_dir) for split in glue.TASKS[task].rows}
         data[task] = {split: tokenised(candidate, *rows) for split, rows in splits.items()}
         facts = {"task": task, **glue.facts(splits)}
-        for line in glue.flaws(facts):
+        for line in glue.flaws([facts]):
             tqdm.write(line)
         runs += [{**what, **facts, "seed": first_seed + i} for i in range(seeds)]
     try:
@@ -336,8 +322,7 @@ def main():
             bar.set_description(f"{task}, seed {seed}")
             run |= fine_tune_and_score(candidate, task, seed, data[task], dev, amp_dtype, bar)
             glue.add_runs(folder, run)
-            said = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
-            if said:
+            if said := ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items()):
                 said += f"  (training loss {run['train_loss']:.2f} in the last epoch)"
             if run["constant"]:
                 said += ", each answer is the same"

@@ -2,11 +2,9 @@
 
 With train.py's defaults it has the paper's size (arXiv 2212.14034) and computes what a ModernBERT
 (arXiv 2412.13663) does; nanocram/model_folder.py writes it in that form, with a head transform that
-does nothing. The switches of ModelConfig also make the paper's crammed BERT, the original BERT and
-NarrowBERT.
+does nothing. Switches of ModelConfig make the crammed BERT, the original one and NarrowBERT, too.
 
-Shapes: B rows of T tokens, of which K are predicted; C channels in H heads of D; V vocabulary
-entries.
+Shapes: B rows of T tokens, K of them predicted; C channels in H heads of D; a vocabulary of V.
 """
 
 from collections import OrderedDict
@@ -17,8 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 ROPE_THETA = 10000.0
-
-
 # Activation functions of the MLP. If a name ends in "glu", the MLP is gated (arXiv 2002.05202).
 ACTIVATIONS = {
     "geglu": F.gelu,
@@ -32,10 +28,9 @@ FOR_TRAINING = {"dropout", "zero_init"}
 
 @dataclass
 class ModelConfig:
-    """Sizes and switches of the model; train.py says what each is, and has its default.
-
-    To add a switch, add a field whose default keeps the old behaviour, so that older checkpoints
-    load, and a setting of the same name in train.py."""
+    """Sizes and switches of the model; train.py says what each is, and has its default. To add one,
+    add a field whose default keeps the old behaviour, so that older checkpoints load, and a setting
+    of the same name in train.py."""
 
     vocab_size: int
     max_seq_len: int
@@ -86,9 +81,8 @@ def position_angles(length, width):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (arXiv 2104.09864) of x (B, T, H, D), in the rotate-half layout.
-
-    cos and sin: (T, 1, D), or (B, T, 1, D) where each row has positions of its own. The first half
+    """Rotary position embedding (arXiv 2104.09864) of x (B, T, H, D), in the rotate-half layout, by
+    cos and sin (T, 1, D), or (B, T, 1, D) where each row has positions of its own. The first half
     of sin is negated, so that a roll swaps the halves, which compiled code does without a copy."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
@@ -135,16 +129,14 @@ class Embeddings(nn.Module):
         elif self.position_embedding.startswith("sinusoidal"):
             x = x + self.position_scale * self.position_table[:T]
         if self.token_types:
-            if token_type_ids is None:
-                token_type_ids = torch.zeros_like(ids)
-            x = x + self.type_embeddings(token_type_ids)
+            types = torch.zeros_like(ids) if token_type_ids is None else token_type_ids
+            x = x + self.type_embeddings(types)
         return self.drop(self.norm(x))
 
 
 def math_attention(q, k, v, mask, dropout):
-    """F.scaled_dot_product_attention by torch's math backend: all scores are in memory at once.
-
-    On a CPU in bfloat16 it takes 0.4 of the time of torch's kernel, and with 512 keys 0.7."""
+    """F.scaled_dot_product_attention by torch's math backend: all scores are in memory at once. On
+    a CPU in bfloat16 it takes 0.4 of the time of torch's kernel, and with 512 keys 0.7."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, H, K, T)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -152,9 +144,7 @@ def math_attention(q, k, v, mask, dropout):
 
 
 class Attention(nn.Module):
-    """Bidirectional multi-head attention.
-
-    Queries, keys and values have matrices of their own: Muon orthogonalises each by itself."""
+    """Bidirectional multi-head attention; Wq, Wk, Wv are apart, for Muon orthogonalises each."""
 
     def __init__(self, config):
         super().__init__()
@@ -166,16 +156,13 @@ class Attention(nn.Module):
         self.Wv = nn.Linear(C, C, bias=bias)
         self.Wo = nn.Linear(C, C, bias=bias)
 
-    def split_heads(self, x):
-        """(B, T, C) -> (B, T, H, D)."""
-        return x.unflatten(-1, (self.n_head, -1))
-
     def forward(self, queries, x, rope, attention_mask, positions):
         """queries (B, K, C), the tokens at positions (B, K), attend to all of x (B, T, C); with
         positions=None they are all T. rope: cos and sin (T, 1, D), or None."""
-        q = self.split_heads(self.Wq(queries))  # (B, K, H, D)
-        k = self.split_heads(self.Wk(x))  # (B, T, H, D)
-        v = self.split_heads(self.Wv(x))
+        heads = (self.n_head, -1)
+        q = self.Wq(queries).unflatten(-1, heads)  # (B, K, H, D)
+        k = self.Wk(x).unflatten(-1, heads)  # (B, T, H, D)
+        v = self.Wv(x).unflatten(-1, heads)
         if rope is not None:
             cos, sin = rope
             k = rotate(k, cos, sin)
@@ -255,9 +242,8 @@ class NarrowBlock(Block):
 
 
 class Encoder(nn.Module):
-    """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given.
-
-    The last layer returns the K positions alone, which changes no result: nothing reads its other
+    """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given. The
+    last layer returns the K positions alone, which changes no result: nothing reads its other
     outputs. With n_narrow > 1 the last n_narrow layers compute only the K positions, and take keys
     and values from the last full layer (NarrowBERT, arXiv 2301.04761)."""
 
@@ -280,14 +266,12 @@ class Encoder(nn.Module):
     def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
         """attention_mask (B, T) is 0 at padding."""
         x = self.embeddings(ids, token_type_ids)  # (B, T, C)
-        rope, T, device_type, query_dtype = None, ids.shape[1], x.device.type, x.dtype
+        rope, T, full_dtype, device_type = None, ids.shape[1], x.dtype, x.device.type
         is_mixed = torch.is_autocast_enabled(device_type)
         if self.rope:  # cast the tables once, here, and not in every block
-            if is_mixed:
-                query_dtype = torch.get_autocast_dtype(device_type)
+            query_dtype = torch.get_autocast_dtype(device_type) if is_mixed else x.dtype
             tables = self.rope_cos[:T, None], self.rope_sin[:T, None]  # (T, 1, D)
             rope = tuple(table.to(query_dtype) for table in tables)
-        full_dtype = x.dtype
         if self.residual_dtype and is_mixed and self.n_full and not self.post_norm:
             x = x.to(self.residual_dtype)
         for layer in self.layers[: self.n_full]:
@@ -307,8 +291,7 @@ def make_head(config):
 
 
 def init_weights(width):
-    """A function for Module.apply(): matrices and tables N(0, 0.02 · √(768 / width)), biases 0.
-
+    """A function for Module.apply(): matrices and tables N(0, 0.02 · √(768 / width)), biases 0. The
     0.02 is BERT's (arXiv 1810.04805), at 768 wide; wider models keep it. Narrower models need more,
     or attention begins almost uniform: at 128 wide, five minutes ended at 5.31 instead of 5.08."""
     std = 0.02 * max(1.0, 768 / width) ** 0.5
@@ -366,16 +349,14 @@ def matrix_weights(modules):
 
 
 def mixed_precision(device, dtype):
-    """Autocast of the matrix products to dtype on a torch.device; off for float32.
-
-    No cache: a weight is cast only once a pass, and a cache would keep all the copies."""
+    """Autocast of the matrix products to dtype on a torch.device; off for float32. It has no cache,
+    which would keep a copy of each weight, and a weight is cast only once a pass."""
     enabled = dtype != torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
 
 
 def make_loss(model, device, amp_dtype):
     """loss_fn(ids (B, T), positions (B, K), labels (B, K)): {"loss": cross-entropy in nats}.
-
     "loss", a 0-d tensor, is the mean over all labels, where -100 counts as 0, and is minimised.
     Other entries, of any name, become their means over a step: log.csv has the single numbers.
     Evaluations call it too: put an auxiliary loss or smoothed labels behind `if model.training`.
@@ -397,9 +378,8 @@ def make_loss(model, device, amp_dtype):
 
 
 class Classifier(nn.Module):
-    """Logits from one vector of a row: head, dropout, linear. pooling: cls reads the hidden state
-    of [CLS]; mean, the mean over all tokens but the padding. The head is the masked language
-    model's, or a fresh one if that has none."""
+    """Logits from one vector of a row: head, dropout, linear. pooling cls reads [CLS]; mean, the
+    mean of all tokens but padding. The head is the masked language model's, or new without one."""
 
     def __init__(self, masked_lm, n_labels, dropout=0.1, pooling="cls"):
         super().__init__()
@@ -412,16 +392,15 @@ class Classifier(nn.Module):
         self.drop = nn.Dropout(dropout)
         self.classifier = nn.Linear(config.n_embd, n_labels).apply(init)
 
-    def forward(self, ids, attention_mask=None, token_type_ids=None):
-        """Logits (B, n_labels) for tokens ids (B, T) that start with [CLS].
-
-        attention_mask (B, T) is 1 at real tokens, 0 at padding."""
+    def forward(self, input_ids, attention_mask=None, token_type_ids=None):
+        """Logits (B, n_labels) for tokens (B, T) that start with [CLS]; attention_mask (B, T) is 1
+        at real tokens, 0 at padding. The names are transformers'."""
         if self.pooling == "cls":
-            cls_position = torch.zeros_like(ids[:, :1])
-            pooled = self.model(ids, cls_position, attention_mask, token_type_ids)[:, 0]  # (B, C)
+            cls_position = torch.zeros_like(input_ids[:, :1])
+            pooled = self.model(input_ids, cls_position, attention_mask, token_type_ids)[:, 0]
         else:
-            hidden = self.model(ids, None, attention_mask, token_type_ids)  # (B, T, C)
-            real = torch.ones_like(ids) if attention_mask is None else attention_mask
+            hidden = self.model(input_ids, None, attention_mask, token_type_ids)  # (B, T, C)
+            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             real = real[..., None].to(hidden.dtype)  # (B, T, 1)
-            pooled = (hidden * real).sum(1) / real.sum(1)
+            pooled = (hidden * real).sum(1) / real.sum(1)  # (B, C), as the vector of [CLS]
         return self.classifier(self.drop(self.head(pooled)))

@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -97,16 +97,14 @@ def find_files():
 def read_file(path, skipped):
     """Yield (number from 1, text, bytes read so far) of a file's documents behind skipped ones.
     Waits for a silent Hub; exits where the file cannot be read to its end."""
+    edges = "\r\n" if normalisation == "none" else None  # None strips all white space
     tries = 0
     while True:
         try:
             with open_bytes(path) as file:
                 texts = enumerate(read_texts(file, path, text_column, documents == "lines"), 1)
                 for number, text in itertools.islice(texts, skipped, None):
-                    bare = text.strip()
-                    if bare and normalisation == "none":
-                        bare = text.strip("\r\n")
-                    yield number, bare, file.tell()
+                    yield number, text.strip() and text.strip(edges), file.tell()
                     skipped, tries = number, 0
             return
         except Exception as e:  # whatever the readers of gzip, JSON, parquet or the Hub raise
@@ -150,14 +148,6 @@ def is_held_out(text, share):
     return int.from_bytes(digest, "little") < share * 2**64
 
 
-def choose_share(size, n_documents):
-    """The share of a text of size characters, four a token, to hold out: 1 %, less for large texts,
-    up to 10 % so that 200 rows and eight documents are held out."""
-    least = max(200 * seq_len * 4 / size, 8 / n_documents)
-    share = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
-    return float(f"{share:.1g}")
-
-
 def filter_threshold():
     """Documents with at least so many tokens a character are dropped, of which the paper's 0.25
     counts ALBERT's (section 4.4). Ours are fitted to drop as many: see docs/how_it_works.md."""
@@ -185,7 +175,10 @@ def make_vocabulary(files, folder):
             sample += filter(None, texts)
     if not sample:
         sys.exit(f"no text in {source}: give other text")
-    share = val_share or choose_share(size, n_documents)
+    # hold out 1 %, less of a large text, up to 10 % so that it makes 200 rows and 8 documents
+    least = max(200 * seq_len * 4 / size, 8 / n_documents)  # four characters are a token
+    chosen = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
+    share = val_share or float(f"{chosen:.1g}")
 
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
     if np.mean(["\ufffd" in text for text in begins]) > 0.5:
@@ -305,55 +298,42 @@ def hub_tokens(states):
     return max_tokens and sum(state["counts"]["tokens"] for state in states if state["hub"])
 
 
-def read_states(folder, sums):
-    """What is known of finished batches, up to the first that is not, or is of other files."""
-    states = []
-    while (path := folder / f"batch-{len(states):05}.json").exists():
-        state = json.loads(path.read_text("utf-8"))
-        if hub_tokens(states) >= (max_tokens or np.inf) or state["checksum"] not in sums:
-            break
-        states.append(state)
-    return states
-
-
 def process_batches(files, folder, share):
     """The states of all batches, in order; exits if a file cannot be read to its end."""
-
-    def checksum(before, file):
-        return hashlib.blake2b(f"{before}{file}".encode(), digest_size=8).hexdigest()
-
-    sums = list(itertools.accumulate(files, checksum, initial=""))  # of the first 0, 1, 2 files
-    states = read_states(folder, sums)
+    sums = [""]  # of the first 0, 1, 2 files
+    for file in files:
+        sums.append(hashlib.blake2b(f"{sums[-1]}{file}".encode(), digest_size=8).hexdigest())
+    states, wanted = [], max_tokens or np.inf
+    # go on behind finished batches, up to the first that is of other files
+    while (path := folder / f"batch-{len(states):05}.json").exists():
+        state = json.loads(path.read_text("utf-8"))
+        if hub_tokens(states) >= wanted or state["checksum"] not in sums:
+            break
+        states.append(state)
     if n_found := len([*folder.glob("batch-*.json")]):
         print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
     size = sum(n_bytes for _, n_bytes, *_ in files)
     n = min(processes or count_cores(), 1 + 4 * size // BATCH)  # gzip makes a fourth of text
     unit = "tokens" if max_tokens else "B"
     bar = safety.Bar(total=max_tokens or size, unit=unit, unit_scale=True)
-    wanted = max_tokens or np.inf
-    running, failure = collections.deque(), None
-
-    def finish_oldest():
-        states.append(running.popleft().result())
-        bar.update((hub_tokens(states) if max_tokens else states[-1]["bytes"]) - bar.n)
-
+    batches = read_batches(files, states[-1]["place"] if states else [0, 0])
+    running = collections.deque()
     with new_processes(n) as pool, bar:
-        batches = read_batches(files, states[-1]["place"] if states else [0, 0])
-        try:
-            while hub_tokens(states) < wanted and (batch := next(batches, None)):
-                texts, state = batch
-                file, document = state["place"]
-                state["checksum"] = sums[file + (document > 0)]
-                number = len(states) + len(running)
-                running.append(pool.submit(process_batch, number, texts, state, folder, share))
-                if len(running) > n + 1:  # two are read ahead
-                    finish_oldest()
-        except SystemExit as e:  # a file is broken: finish what came before
-            failure = e
-        while running and hub_tokens(states) < wanted:
-            finish_oldest()
-    if failure and hub_tokens(states) < wanted:
-        raise failure
+        while hub_tokens(states) < wanted:
+            try:
+                while len(running) < n + 2 and (batch := next(batches, None)):  # two read ahead
+                    texts, state = batch
+                    file, document = state["place"]
+                    state["checksum"] = sums[file + (document > 0)]
+                    number = len(states) + len(running)
+                    running.append(pool.submit(process_batch, number, texts, state, folder, share))
+            except SystemExit as e:  # a file is broken: say so once what came before is done
+                running.append(Future())
+                running[-1].set_exception(e)
+            if not running:
+                break
+            states.append(running.popleft().result())
+            bar.update((hub_tokens(states) if max_tokens else states[-1]["bytes"]) - bar.n)
     return states
 
 

@@ -36,8 +36,7 @@ def load_meta(folder, **wanted):
 
 
 class Rows:
-    """A .bin file as an endless stream of rows, in the same order every epoch. It begins where seed
-    says: with 0 at the first row."""
+    """The rows of a .bin file in an endless cycle. seed says where it begins, 0 at the first."""
 
     def __init__(self, path, seq_len, dev="cpu", seed=0):
         self.path = Path(path)
@@ -134,9 +133,8 @@ def fill_masks(model, tokenizer, sentence, device="cpu"):
 
 
 class Ragged:
-    """Rows of any length on the device; a step moves only the numbers of its rows there. arrays:
-    "ids" (N, longest), padded; "length" and "first" (N,), tokens of a row, and of its first text;
-    "labels" (N,)."""
+    """Rows of any length on the device; a step moves only its rows' numbers there. arrays: "ids"
+    (N, longest), padded; "length" and "first" (N,) of a row and its first text; "labels" (N,)."""
 
     def __init__(self, arrays, two_types, dev):
         self.length, self.two_types, self.dev = arrays["length"], two_types, dev
@@ -146,17 +144,18 @@ class Ragged:
         self.tensors = {name: torch.from_numpy(array).to(dev) for name, array in arrays.items()}
 
     def batch(self, rows):
-        """((ids, attention_mask, token_type_ids), labels) of rows, (B, T) and (B,). The mask is
-        None where nothing is padded, token_type_ids without a second type."""
+        """(inputs, labels) of rows, by transformers' names, (B, T) and (B,). attention_mask is None
+        where nothing is padded; token_type_ids are there if a model has two."""
         T = int(round_up(self.length[rows].max(), 8))
         which = torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda")
         at = torch.arange(T, device=self.dev)
         real = at < self.tensors["length"][which, None]  # (B, T)
-        second = at >= self.tensors["first"][which, None]
-        attention_mask = None if self.length[rows].min() == T else real
-        token_type_ids = (second & real).long() if self.two_types else None
-        ids = self.tensors["ids"][which, :T].long()
-        return (ids, attention_mask, token_type_ids), self.tensors["labels"][which]
+        inputs = {"input_ids": self.tensors["ids"][which, :T].long()}
+        inputs["attention_mask"] = None if self.length[rows].min() == T else real.long()
+        if self.two_types:
+            second = at >= self.tensors["first"][which, None]
+            inputs["token_type_ids"] = (second & real).long()
+        return inputs, self.tensors["labels"][which]
 
 
 def batches_by_length(length, size, seed):

@@ -192,23 +192,16 @@ def group(runs):
     return groups
 
 
-def flaws(run):
-    """What makes the data of a run others than the official ones, line by line."""
-    task, notes = TASKS[run["task"]], []
-    for split, n in run["rows"].items():
+def flaws(runs):
+    """Why a task has a * in the table, line by line: its data, and seeds that diverged, if any."""
+    task, notes = TASKS[runs[0]["task"]], []
+    for split, n in runs[0]["rows"].items():
         if n != task.rows[split]:
             notes.append(f"- \\* {task.folder}: {n:,} of {task.rows[split]:,} {split} rows")
-        n_in_train = run.get("in_train", {}).get(split, 0)
+        n_in_train = runs[0].get("in_train", {}).get(split, 0)
         if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
             notes.append(f"- \\* {task.folder}: {n_in_train:,} of {n:,} {split} rows are in train")
-    return notes
-
-
-def shortcomings(runs):
-    """Why a task has a * in the table, line by line: its data, diverged seeds."""
-    task, notes = TASKS[runs[0]["task"]], flaws(runs[0])
-    n_diverged = sum(not run["scores"] for run in runs)
-    if n_diverged:
+    if n_diverged := sum(run.get("scores") == {} for run in runs):
         notes.append(f"- \\* {task.folder}: {n_diverged} of {len(runs)} seeds diverged, left out")
     return notes
 
@@ -224,7 +217,7 @@ def table_row(name, tasks):
             continue
         scores = [run["scores"][metric] for run in tasks[task] if run["scores"]]
         medians.append(np.median(scores) if scores else np.nan)  # NaN if all have diverged
-        cells.append(f"{medians[-1]:.1f}{'*' if shortcomings(tasks[task]) else ''}")
+        cells.append(f"{medians[-1]:.1f}{'*' if flaws(tasks[task]) else ''}")
     star = "*" if any(cell.endswith("*") for cell in cells) else ""
     mean = f"{np.mean(medians):.1f}{star}" if medians else "–"
     if len(medians) < 9:
@@ -239,7 +232,7 @@ def table(runs):
     for name, tasks in group(runs).items():
         rows.append(table_row(name, tasks))
         for found in tasks.values():
-            notes += shortcomings(found)
+            notes += flaws(found)
     rows += [[f"{name} †", *cells.split()] for name, cells in REFERENCES.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

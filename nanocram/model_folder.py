@@ -3,8 +3,7 @@
     python -c "from nanocram import model_folder; print(model_folder.load('out/tiny').config)"
     python -c "from transformers import AutoModel; print(AutoModel.from_pretrained('out/tiny'))"
 
-transformers loads such a folder with no code of ours. Another architecture is saved under our own
-names, for load().
+transformers loads it with no code of ours. Another architecture keeps our own names, for load().
 """
 
 import json
@@ -71,10 +70,9 @@ TENSORS = re.compile(
 
 
 def not_native(model):
-    """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one.
-
-    A switch that a fork has added must be at its default. An edit with neither a switch nor
-    parameters nor buffers is not seen, but by tests/test_model_folder.py."""
+    """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one. A switch that a fork has
+    added must be at its default. An edit with neither a switch nor parameters nor buffers is not
+    seen, but by tests/test_model_folder.py."""
     have = asdict(model.config)
     # without head_transform save() adds an identity_head()
     known = {*NATIVE, *SAME.values(), "head_transform", *FOR_TRAINING}
@@ -195,8 +193,5 @@ def identity_head(config):
     a share of norm_eps / 2, where the variance is 1 or more."""
     C = config.n_embd
     weights = {"head.dense.weight": torch.eye(C), "model.final_norm.weight": torch.ones(C)}
-    if config.head_bias:
-        weights["head.dense.bias"] = torch.zeros(C)
-    if config.norm_bias:
-        weights["model.final_norm.bias"] = torch.zeros(C)
-    return weights
+    biases = {"head.dense.bias": config.head_bias, "model.final_norm.bias": config.norm_bias}
+    return weights | {key: torch.zeros(C) for key, is_there in biases.items() if is_there}

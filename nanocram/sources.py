@@ -38,9 +38,8 @@ def hub():
 
 
 def hub_files(name):
-    """[[address, bytes]] of the training files of a Hub data set, NAME or NAME:CONFIG, as of now.
-
-    Raises ValueError where it has no training split or files of a kind that is not read."""
+    """[[address, bytes]] of the training files of a Hub data set, NAME or NAME:CONFIG, as of now;
+    raises ValueError where it has no training split or files of a kind that is not read."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -51,8 +50,7 @@ def hub_files(name):
     if "train" not in splits:
         raise ValueError(f"it has no split 'train', but {', '.join(map(str, splits)) or 'none'}")
     files = [str(file) for file in splits["train"]]
-    unknown = [file for file in files if not file_kind(file)]
-    if unknown:
+    if unknown := [file for file in files if not file_kind(file)]:
         raise ValueError(f"{unknown[0]} is of no kind that is read")
     folders = sorted({os.path.dirname(file) for file in files})
     sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in fs.ls(name)}
@@ -83,9 +81,8 @@ def open_bytes(path):
 
 
 def read_texts(file, path, column, by_line=False):
-    """The documents of an open file, each a str; "" for a record without text.
-
-    Raises ValueError with the line where it is broken, or whatever a reader raises."""
+    """The documents of an open file, each a str; "" for a record without text. Raises ValueError
+    with the line where it is broken, or whatever a reader raises."""
     kind = file_kind(path)
     if kind == "parquet":
         texts = parquet_texts(file, column)
@@ -158,9 +155,8 @@ def json_texts(file, column):
 
 
 def table_rows(file, path, columns):
-    """The cells of each row of an open table, [str, or None where the row is short].
-
-    A .csv is as RFC 4180 has it; in a .tsv each line is a row, and a quote is text."""
+    """The cells of each row of an open table, [str, or None where the row is short]. A .csv is as
+    RFC 4180 has it; in a .tsv each line is a row, and a quote is text."""
     file, is_csv = open_text(file, path), file_kind(path) == "csv"
     header = file.readline()
     bare = re.sub('"[^"]*"', "", header)

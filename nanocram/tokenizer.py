@@ -21,8 +21,7 @@ PAD, CLS, SEP, MASK = range(4)
 SPECIAL = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, "[MASK]": MASK}
 MODES = ("ascii", "plain", "none")  # see normalise()
 
-# Words, groups of at most two digits, punctuation, white space. Each run is bounded, since tiktoken
-# fails on one of 10^6 spaces.
+# Words, one or two digits, punctuation, white space; all bounded: tiktoken fails on 10^6 spaces.
 PATTERN = r" ?[\p{L}\p{M}]{1,24}| ?\p{N}{1,2}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8}"
 
 # Each rule below is applied twice, by Python here and by the tokenizers library from its file. Both
@@ -69,10 +68,9 @@ def to_ascii(run):
 
 def normalise(text, mode):
     """Text as the vocabulary sees it: a space before every word, the first too, and none before
-    ASCII punctuation.
-
-    "ascii" is the paper's (section 4.4) but for FOLD and NFKD: lower case, quotes unified, accents
-    and all else outside ASCII removed. "plain" keeps every script. "none" is the text as it is."""
+    ASCII punctuation. "ascii" is the paper's (section 4.4) but for FOLD and NFKD: lower case,
+    quotes unified, accents and all else outside ASCII removed. "plain" keeps every script. "none"
+    is the text as it is."""
     if mode == "none":
         return text
     if mode == "ascii":
@@ -105,9 +103,8 @@ def normaliser_steps(mode):
 
 
 def train_tokenizer(texts, size, mode, folder):
-    """Train byte-level BPE of size entries; write tokenizer_config.json and, last, tokenizer.json.
-
-    Exits with one line if the texts do not yield so many entries."""
+    """Train byte-level BPE of size entries; write tokenizer_config.json and, last, tokenizer.json;
+    exit with one line if the texts do not yield so many entries."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -152,11 +149,8 @@ def train_tokenizer(texts, size, mode, folder):
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": False,
-        "pad_token": "[PAD]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "mask_token": "[MASK]",
     }
+    config |= {f"{name.strip('[]').lower()}_token": name for name in SPECIAL}  # pad_token and so on
     safety.write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
     safety.write_text(folder / "tokenizer.json", json.dumps(spec, ensure_ascii=False))
 

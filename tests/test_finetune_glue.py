@@ -16,6 +16,7 @@ import torch
 import transformers
 from conftest import PIPES, command, put, script, wait_for, write_model
 from hub import StandIn
+from tqdm import tqdm
 
 import finetune_glue as ft
 from nanocram import glue
@@ -24,6 +25,7 @@ from nanocram.model_folder import load, modernbert_config, to_folder_keys
 
 QUICK = {"seeds": 2, "epochs": 2, "glue_batch": 8, "dtype": "float32", "device": "cpu"}
 CPU = torch.device("cpu")
+BAR = tqdm(disable=True)
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_training_equals_a_plain_loop_around_transformers(
     theirs = transformers.ModernBertForSequenceClassification(config).train()
     theirs.load_state_dict(to_folder_keys(net.state_dict(), sizes))
     before = ft.predict(net, data, torch.float32)
-    train_loss = ft.fine_tune(candidate, net, data, 3, torch.float32)
+    train_loss = ft.fine_tune(candidate, net, data, 3, torch.float32, BAR)
     assert net.training  # or nothing would be dropped
 
     groups = [{"params": []}, {"params": [], "weight_decay": 0.0}]
@@ -109,16 +111,14 @@ def test_training_equals_a_plain_loop_around_transformers(
     labels = numbers.float()[:, None] if n_outputs == 1 else numbers
     losses = []
     for rows in steps:
-        (ids, mask, _), _ = data.batch(rows)
-        loss = theirs(ids, mask, labels=labels[rows]).loss
+        loss = theirs(**data.batch(rows)[0], labels=labels[rows]).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
     after = ft.predict(net, data, torch.float32)
-    (ids, mask, _), _ = data.batch(np.arange(40))
-    wanted = theirs.eval()(ids, mask).logits.detach().numpy()
+    wanted = theirs.eval()(**data.batch(np.arange(40))[0]).logits.detach().numpy()
     assert np.abs(after - wanted).max() < 1e-3 < 1e-2 < np.abs(after - before).max()
     assert len(steps) == 10
     assert train_loss == pytest.approx(np.mean(losses[5:]), rel=1e-3)
@@ -217,18 +217,18 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
     data = Ragged(ft.tokenised(candidate, *rows), candidate.two_types, CPU)
     torch.manual_seed(1)
     net = candidate.build(3)
-    built = net.model.base_model.state_dict()
+    built = net.base_model.state_dict()
     for name, p in saved.base_model.state_dict().items():
         assert "pooler" in name or torch.equal(built[name], p), name
     if "For" in kind:
-        assert not torch.equal(net.model.classifier.weight, saved.classifier.weight)
-        assert net.model.classifier.weight.std().item() == pytest.approx(0.2, rel=0.3)
+        assert not torch.equal(net.classifier.weight, saved.classifier.weight)
+        assert net.classifier.weight.std().item() == pytest.approx(0.2, rel=0.3)
     before = ft.predict(net, data, torch.float32)
     columns = zip(*rows[0], strict=True)
     options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
-    wanted = net.model(**candidate.tokenizer(*map(list, columns), **options)).logits.detach()
+    wanted = net(**candidate.tokenizer(*map(list, columns), **options)).logits.detach()
     assert np.allclose(before, wanted, atol=1e-5)
-    ft.fine_tune(candidate, net, data, 0, torch.float32)
+    ft.fine_tune(candidate, net, data, 0, torch.float32, BAR)
     after = ft.predict(net, data, torch.float32)
     assert before.shape == (40, 3) and not np.allclose(before, after, atol=1e-4)
 

@@ -453,9 +453,10 @@ def test_what_is_in_a_folder_is_never_lost(train, setting, tmp_path, monkeypatch
     assert not (tmp_path / "killed/ckpt.pt.tmp").exists()
 
 
-def test_a_gpu_that_torch_cannot_use_is_one_line(monkeypatch):
+@pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"])
+def test_a_gpu_that_torch_cannot_use_is_one_line(monkeypatch, driver):
     """A day on the CPU would be a surprise, unless the user hides the GPU or asks for the CPU."""
-    monkeypatch.setattr(machine, "Path", lambda name: ROOT)  # its driver is there
+    monkeypatch.setattr(machine, "Path", lambda name: ROOT / ("" if name == driver else "none"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine.pick("auto", "float32")[0].type == "cpu"  # the tests hide it
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

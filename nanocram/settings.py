@@ -76,7 +76,7 @@ def configure(namespace, argv=None, also=None):
                 sys.exit(f"{arg}: write a setting as --name=value")
             typed.add(name)
             where, elsewhere = "command line", {}
-            given = {name: parse(text, defaults.get(name))}
+            given = {name: text}
         else:
             where, elsewhere = arg, settings_of_all_scripts(script.parent)
             given = run_recipe(arg, elsewhere | values, script.parent)
@@ -162,17 +162,12 @@ def settings_of_all_scripts(folder):
     return find_settings(found)
 
 
-def parse(text, default):
-    """The value that was typed for a setting: strings as they are, the rest as in Python."""
-    if not isinstance(default, str):
-        with contextlib.suppress(ValueError, SyntaxError):  # convert() says which type it should be
-            return ast.literal_eval(text)
-    return text
-
-
 def convert(where, name, value, default):
-    """The value as the type of its default; exits if it is of another one."""
+    """The value, or a text that Python reads as it, as the type of its default; exits if it is none."""
     wanted = type(default)
+    if wanted is not str and isinstance(value, str):
+        with contextlib.suppress(ValueError, SyntaxError):  # the last check says what is wanted
+            value = ast.literal_eval(value)
     if wanted is float and type(value) is int:
         value = float(value)
     if wanted is int and type(value) is float and value.is_integer():

@@ -92,9 +92,8 @@ def configure(namespace, argv=None, also=None):
         if value != defaults[name]:
             print(f"{name} = {value!r}  (default {defaults[name]!r})")
     for name, place in places.items():
-        place.setdefault("_given", {}).pop(name, None)
-        place[name] = begin[name]
-        assign(place, {name: values[name]})
+        place.setdefault("_given", {})[name] = begin[name], values[name]
+        place[name] = values[name]
     return own
 
 
@@ -163,7 +162,7 @@ def settings_of_all_scripts(folder):
 
 
 def convert(where, name, value, default):
-    """The value, or a text that Python reads as it, as the type of its default; exits if it is none."""
+    """The value, of a flag its text, as the type of its default; exits if it is of another one."""
     wanted = type(default)
     if wanted is not str and isinstance(value, str):
         with contextlib.suppress(ValueError, SyntaxError):  # the last check says what is wanted

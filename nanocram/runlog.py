@@ -51,18 +51,6 @@ def new_folder(folder):
         folder.mkdir()
 
 
-def write_log(folder, lines):
-    """Write log.csv from [{column: number}]: 6 digits, what is missing empty."""
-    columns = list(dict.fromkeys(itertools.chain(COLUMNS, *lines)))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    for line in lines:
-        cells = {k: f"{v:d}" if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()}
-        writer.writerow(cells)
-    write_text(Path(folder) / "log.csv", text.getvalue())
-
-
 def read_log(folder):
     """The lines of log.csv as [{column: number}], without empty fields and broken lines."""
     path = Path(folder) / "log.csv"
@@ -98,7 +86,6 @@ class Log:
         self.folder = Path(folder)
         self.settings = settings
         self.lines = []  # of log.csv
-        self.written_at = 0.0  # when that was written last
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
         self.bar = None  # from the first step on
@@ -176,7 +163,7 @@ class Log:
         config["model_max_length"] = self.run.model.config.max_seq_len
         write_text(self.folder / "tokenizer_config.json", json.dumps(config, indent=2))
         write_text(self.folder / "tokenizer.json", (data_dir / "tokenizer.json").read_text("utf-8"))
-        write_log(self.folder, self.lines)
+        self.write()
 
     def write_facts(self, **found):
         """Write run.json; found: what setting up has found out."""
@@ -245,10 +232,17 @@ class Log:
             self.write()
 
     def write(self):
-        """Write log.csv; return whether that worked. If not, a warning says why."""
+        """Write log.csv, numbers with 6 digits; return whether that worked, or else say why."""
         self.written_at = time.monotonic()
+        columns = list(dict.fromkeys(itertools.chain(COLUMNS, *self.lines)))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        for line in self.lines:
+            cells = {k: f"{v:d}" if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()}
+            writer.writerow(cells)
         try:
-            write_log(self.folder, self.lines)
+            write_text(self.folder / "log.csv", text.getvalue())
         except OSError as e:
             say(f"WARNING: cannot write log.csv, its lines are kept: {e}")
             return False

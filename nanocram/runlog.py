@@ -309,10 +309,8 @@ class Log:
 @extra("loss.png")
 def plot(folder):
     """Draw loss.png from log.csv: losses by the clock. Without matplotlib there is none."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
+    from matplotlib.figure import Figure
+
     if not (lines := read_log(folder)):
         return
     unit, seconds = ("hours", 3600) if lines[-1]["elapsed_s"] > 7200 else ("minutes", 60)

@@ -84,7 +84,6 @@ class Log:
     def __init__(self, run, folder, data_dir, settings):
         self.run = run
         self.folder = Path(folder)
-        self.settings = settings
         self.lines = []  # of log.csv
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
@@ -104,6 +103,7 @@ class Log:
             if name != "init" and settings.get(name) != was:
                 print(f"{name} was {was!r} before the resume, and is {settings.get(name)!r} now")
         self.facts = {
+            "settings": settings,
             "parameters": sum(p.numel() for p in run.model.parameters()),
             "flops_per_token": run.flops_per_token,
             "matmul_flops": self.matmul_rate / parallel.WORLD_SIZE,
@@ -133,15 +133,13 @@ class Log:
 
     def log_in_to_wandb(self, run_id):
         """The run there, if wandb_project asks for one; run_id: that of the run before a resume."""
-        project, name = self.settings["wandb_project"], self.folder.name
-        if not project:
+        settings, name = self.facts["settings"], self.folder.name
+        if not (project := settings["wandb_project"]):
             return None
         try:
             import wandb
 
-            run = wandb.init(
-                project=project, name=name, id=run_id, resume="allow", config=self.settings
-            )
+            run = wandb.init(project=project, name=name, id=run_id, resume="allow", config=settings)
         except Exception as e:  # no package, no key, no network: each raises something else
             advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
             sys.exit(f"wandb: {first_line(e)}: type {advice}")
@@ -168,8 +166,7 @@ class Log:
     def write_facts(self, **found):
         """Write run.json; found: what setting up has found out."""
         self.facts |= found
-        facts = {"settings": self.settings, **self.facts}
-        write_text(self.folder / "run.json", json.dumps(facts, indent=2))
+        write_text(self.folder / "run.json", json.dumps(self.facts, indent=2))
 
     def warn_if_few(self, said, tokens):
         """Warn where the model has fewer tokens than parameters to learn from."""
@@ -267,7 +264,7 @@ class Log:
         said = f"step {state.step:,}  loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  "
         self.bar.set_postfix_str(f"{said}MFU {mfu:.0%}  {left / 60:.0f} min left", refresh=False)
         self.bar.update(progress - self.bar.n)
-        if before <= 10 < self.train_seconds and not self.settings["max_steps"]:
+        if before <= 10 < self.train_seconds and not self.facts["settings"]["max_steps"]:
             tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             say(

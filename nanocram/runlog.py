@@ -120,11 +120,10 @@ class Log:
         self.begin_folder(Path(data_dir), is_resumed)
 
         # say what this run is, and what of it may surprise
-        say(
-            f"{self.facts['parameters'] / 1e6:.1f}M parameters, "
-            f"{run.flops_per_token / 1e6:.0f} MFLOP a token; {machine.device_name(run.device)} "
-            f"multiplies matrices of {run.amp_dtype} at {self.matmul_rate / 1e12:.2f} TFLOP/s"
-        )
+        millions, mflops = self.facts["parameters"] / 1e6, run.flops_per_token / 1e6
+        speed = f"matrices of {run.amp_dtype} at {self.matmul_rate / 1e12:.2f} TFLOP/s"
+        who = f"{self.facts['device']} multiplies {speed}"
+        say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {who}")
         if not settings["max_steps"]:
             most = settings["budget_hours"] * 3600 * self.matmul_rate / run.flops_per_token
             self.warn_if_few("the budget holds at most", most)
@@ -183,10 +182,9 @@ class Log:
 
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
-        say(
-            f"{self.run.clock.elapsed() / 60:7.1f} min  step {self.run.state.step:6,}  held-out "
-            f"loss {losses['val_loss_15']:.3f} (15 %) {losses['val_loss_25']:.3f} (25 %)"
-        )
+        where = f"{self.run.clock.elapsed() / 60:7.1f} min  step {self.run.state.step:6,}"
+        at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
+        say(f"{where}  held-out loss {at_15:.3f} (15 %) {at_25:.3f} (25 %)")
         if not self.is_tenth_over and self.run.clock.progress() >= 0.1:
             self.is_tenth_over = True
             self.warn_if_none_learnt(losses)
@@ -267,10 +265,9 @@ class Log:
         if before <= 10 < self.train_seconds and not self.facts["settings"]["max_steps"]:
             tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
-            say(
-                f"{speed:,.0f} tokens/s: the budget holds {tokens / 1e6:,.1f}M tokens, "
-                f"{epochs:.2f} epochs, {tokens / self.facts['parameters']:.1f} tokens per parameter"
-            )
+            share = f"{tokens / self.facts['parameters']:.1f} tokens per parameter"
+            held = f"{tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs, {share}"
+            say(f"{speed:,.0f} tokens/s: the budget holds {held}")
 
     def report(self, losses, is_saved):
         """Say what the run was and what the model has learnt; without losses, how to go on."""
@@ -285,18 +282,15 @@ class Log:
             rate = machine.matmul_rate(self.run.device, self.run.amp_dtype)
             self.matmul_rate = max(self.matmul_rate, rate * parallel.WORLD_SIZE)
         speed, mfu = self.throughput()
-        say(
-            f"{state.step:,} steps, {state.skipped} of them skipped; "
-            f"{state.rows_seen * rows.seq_len:,} tokens, {state.rows_seen / len(rows):.2f} epochs; "
-            f"{speed:,.0f} tokens/s, MFU {mfu:.0%}; "
-            f"{self.run.clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
-        )
-        self.warn_if_few("the model has read", state.rows_seen * rows.seq_len)
-        say(
-            f"held-out loss {losses['val_loss_15']:.4f} at 15 % masked, "
-            f"{losses['val_loss_25']:.4f} at 25 %; "
-            f"{losses['val_nats_per_char']:.4f} nats per character"
-        )
+        tokens, epochs = state.rows_seen * rows.seq_len, state.rows_seen / len(rows)
+        steps = f"{state.step:,} steps, {state.skipped} of them skipped"
+        took = f"{self.run.clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
+        read = f"{tokens:,} tokens, {epochs:.2f} epochs; {speed:,.0f} tokens/s, MFU {mfu:.0%}"
+        say(f"{steps}; {read}; {took}")
+        self.warn_if_few("the model has read", tokens)
+        at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
+        per_char = f"{losses['val_nats_per_char']:.4f} nats per character"
+        say(f"held-out loss {at_15:.4f} at 15 % masked, {at_25:.4f} at 25 %; {per_char}")
         self.warn_if_none_learnt(losses)
         self.say_guesses(self.sentences)
         if is_saved:

@@ -24,8 +24,7 @@ def compile_errors():
 
 
 def later_memory(run):
-    """Tensors as large as what later steps take: optimisers' states, the sum over the ranks, and
-    5 % of a GPU."""
+    """Tensors like what later steps take: optimisers' states, sums over ranks, 5 % of a GPU."""
     copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
     tensors = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
     if run.device.type == "cuda":
@@ -55,8 +54,7 @@ def try_passes(run, take_passes):
     run.model.zero_grad()
     run.rows.fetched.clear()
     gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing where no GPU is used
     return seconds
 
 
@@ -64,7 +62,7 @@ def find_micro_batch(run, take_passes, largest, signals):
     """Make a train.Run's micro_batch smaller until take_passes(), which changes no weight, fits in
     memory on every rank; return the seconds that it returns. Exits if a single row is too much.
 
-    Then one GPU with room takes up to largest rows; 0 leaves micro_batch as it is."""
+    Then one GPU doubles it while it divides largest and there is memory; largest=0: it does not."""
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     while True:
@@ -89,21 +87,15 @@ def find_micro_batch(run, take_passes, largest, signals):
     # larger passes brought an H100 6 %: in a short budget a second compilation costs more
     pays_off = 50 * (run.clock.elapsed() - run.state.elapsed) < run.clock.left()
     if largest and on_one_gpu and (run.state.step or pays_off):
-        seconds = double_micro_batch(run, take_passes, largest) or seconds
+        # by the peak of the passes so far: twice the rows take at most twice of it
+        room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        most = room // torch.cuda.max_memory_allocated() * run.small_pass
+        while largest % (2 * run.micro_batch) == 0 and 2 * run.micro_batch <= most:
+            run.micro_batch *= 2
+        larger = run.micro_batch > run.small_pass and try_passes(run, take_passes)
+        if not larger:
+            run.micro_batch = run.small_pass
+        seconds = larger or seconds
+        print(f"micro_batch={run.micro_batch}, for which the GPU has memory")
     run.state.largest_pass = run.micro_batch
-    return seconds
-
-
-def double_micro_batch(run, take_passes, largest):
-    """Double micro_batch while it divides largest and the GPU has the memory; return the seconds of
-    these passes, or None if it stays as it is."""
-    # by the peak of the passes so far: twice the rows take at most twice of it
-    room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-    most = room // torch.cuda.max_memory_allocated() * run.small_pass
-    while largest % (2 * run.micro_batch) == 0 and 2 * run.micro_batch <= most:
-        run.micro_batch *= 2
-    seconds = try_passes(run, take_passes) if run.micro_batch > run.small_pass else None
-    if seconds is None:
-        run.micro_batch = run.small_pass
-    print(f"micro_batch={run.micro_batch}, for which the GPU has memory")
     return seconds

@@ -96,10 +96,8 @@ def measure_speed(run):
     flops = statistics.median(speeds) * run.model.flops_per_token(*train.row_shape(MIDDLE))
     print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} rows")
     # the fewer rows a step has, the larger is the share of the update, which counts as no FLOPs
-    print(
-        f"MFU          {flops / limit:.1%} of {limit / 1e12:.3g} TFLOP/s, a large product's here; "
-        f"at {n_rows} rows a step (a full batch has {full_batch})"
-    )
+    said = f"{flops / limit:.1%} of {limit / 1e12:.3g} TFLOP/s, a large product's here"
+    print(f"MFU          {said}; at {n_rows} rows a step (a full batch has {full_batch})")
 
 
 def print_memory(run):
@@ -133,10 +131,8 @@ def main():
     if bench_steps < 2:
         sys.exit(f"bench_steps={bench_steps} gives no range: type 2 or more")
     run = new_run()
-    print(
-        f"machine      {machine.device_name(run.device)}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, {run.amp_dtype}"
-    )
+    where = f"{machine.device_name(run.device)}, {torch.get_num_threads()} threads"
+    print(f"machine      {where}, torch {torch.__version__}, {run.amp_dtype}")
     n_params = sum(p.numel() for p in run.model.parameters())
     print(f"model        {n_params:,} parameters, {run.flops_per_token / 1e6:,.2f} MFLOP a token")
     measure_speed(run)

@@ -16,7 +16,6 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -548,8 +547,7 @@ def set_up(run, held_out_rows):
     state, clock = run.state, run.clock
     # what is typed is obeyed; a size that divides no full step would be compiled for nothing
     largest = 0 if micro_batch or offload else math.gcd(state.largest_pass, batch_rows(1.0))
-    take_passes = partial(take_all_passes, run, held_out_rows)
-    seconds = fit.find_micro_batch(run, take_passes, largest, signals)
+    seconds = fit.find_micro_batch(run, take_all_passes, held_out_rows, largest, signals)
     if compile and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
         names = ", ".join(name for name in os.environ if "TORCH" in name and "DISABLE" in name)
         print(f"WARNING: torch compiles nothing: unset {names}, or type --compile=False")

@@ -33,13 +33,13 @@ def later_memory(run):
     return tensors
 
 
-def try_passes(run, take_passes):
-    """The seconds that take_passes() returns, or None if memory runs out; what it took is freed."""
+def try_passes(run, take_passes, rows):
+    """What take_passes() returns, or None if memory runs out; what it took is freed."""
     seconds = held = None
     try:
         held = later_memory(run)
         with compile_errors():
-            seconds = take_passes()
+            seconds = take_passes(run, rows)
     except Exception as e:
         if not safety.is_oom(e):
             raise
@@ -58,9 +58,9 @@ def try_passes(run, take_passes):
     return seconds
 
 
-def find_micro_batch(run, take_passes, largest, signals):
-    """Make a train.Run's micro_batch smaller until take_passes(), which changes no weight, fits in
-    memory on every rank; return the seconds that it returns. Exits if a single row is too much.
+def find_micro_batch(run, take_passes, rows, largest, signals):
+    """Make a train.Run's micro_batch smaller until take_passes(run, rows), which changes no weight,
+    fits in memory on all ranks; return the seconds that it returns. Exits if a row is too much.
 
     Then one GPU doubles it while it divides largest and there is memory; largest=0: it does not."""
     if run.device.type == "cuda":
@@ -73,7 +73,7 @@ def find_micro_batch(run, take_passes, largest, signals):
                 sys.exit("out of memory with a single row: use a smaller model, or --offload=True")
             run.micro_batch = run.small_pass = smaller[-1]
             print(f"micro_batch={run.micro_batch}, since a larger one ran out of memory")
-        seconds = try_passes(run, take_passes)
+        seconds = try_passes(run, take_passes, rows)
         # all ranks take the size that fits on each; there is no progress to agree on yet
         _, oom, stop = parallel.agree(0.0, seconds is None, signals.stop)
         if stop:
@@ -92,7 +92,7 @@ def find_micro_batch(run, take_passes, largest, signals):
         most = room // torch.cuda.max_memory_allocated() * run.small_pass
         while largest % (2 * run.micro_batch) == 0 and 2 * run.micro_batch <= most:
             run.micro_batch *= 2
-        larger = run.micro_batch > run.small_pass and try_passes(run, take_passes)
+        larger = run.micro_batch > run.small_pass and try_passes(run, take_passes, rows)
         if not larger:
             run.micro_batch = run.small_pass
         seconds = larger or seconds

@@ -19,7 +19,7 @@ from nanocram.safety import first_line
 
 @torch.no_grad()
 def small_model(config, T):
-    """A MaskedLM with all layers of config, but narrow, that evaluates; and ids (2, T)."""
+    """A MaskedLM with all layers of config, but narrow, that evaluates; its ids and positions."""
     small = {"n_embd": 4 * config.n_head, "n_inner": 32, "vocab_size": 64}
     torch.manual_seed(0)
     ids = torch.randint(small["vocab_size"], (2, T))
@@ -30,7 +30,7 @@ def small_model(config, T):
     for p in model.parameters():
         # random, each of another scale: zeros or equal norms would hide an effect
         p.add_(torch.randn_like(p) * torch.empty(()).uniform_(0.4, 1.4) * p.shape[-1] ** -0.5)
-    return model, ids
+    return model, ids, torch.rand(2, T).topk(T // 4).indices
 
 
 def outputs(model, *args):
@@ -47,8 +47,7 @@ def check_mixing(config, T):
     computes other numbers at some positions than in whole rows, or beside padding and other rows.
 
     What an edit does in training mode alone is not seen."""
-    model, ids = small_model(config, T)
-    positions = torch.rand(2, T).topk(T // 4).indices
+    model, ids, positions = small_model(config, T)
 
     def compare(found, wanted, said, first=0):
         for i, (a, b) in enumerate(zip(found, wanted, strict=True), first):
@@ -77,8 +76,8 @@ def check_mixing(config, T):
 
 def check_streaming(config, T, dev):
     """Exit if offload, on a torch.device, has other gradients than a plain model of config."""
-    plain, ids = small_model(config, T)
-    positions, wrong = torch.rand(2, T).topk(T // 4).indices, ""
+    plain, ids, positions = small_model(config, T)
+    wrong = ""
     try:
         streamed = Streamed(plain.config, dev, torch.float32).model
         streamed.load_state_dict(plain.state_dict())

@@ -116,7 +116,18 @@ class Log:
             **machine.describe(run.device),
         }
         # before anything is written: the package may be missing, or its site away
-        self.wandb = self.log_in_to_wandb(before.get("wandb_id"))
+        self.wandb = None
+        if settings["wandb_project"]:
+            goal = {"project": settings["wandb_project"], "name": self.folder.name}
+            goal |= {"id": before.get("wandb_id"), "resume": "allow"}
+            try:
+                import wandb
+
+                self.wandb = wandb.init(**goal, config=settings)
+            except Exception as e:  # no package, no key, no network: each raises something else
+                advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
+                sys.exit(f"wandb: {first_line(e)}: type {advice}")
+            self.facts["wandb_id"] = self.wandb.id
         self.begin_folder(Path(data_dir), is_resumed)
 
         # say what this run is, and what of it may surprise
@@ -129,21 +140,6 @@ class Log:
             self.warn_if_few("the budget holds at most", most)
         if why := not_native(run.model):
             say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
-
-    def log_in_to_wandb(self, run_id):
-        """The run there, if wandb_project asks for one; run_id: that of the run before a resume."""
-        settings, name = self.facts["settings"], self.folder.name
-        if not (project := settings["wandb_project"]):
-            return None
-        try:
-            import wandb
-
-            run = wandb.init(project=project, name=name, id=run_id, resume="allow", config=settings)
-        except Exception as e:  # no package, no key, no network: each raises something else
-            advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
-            sys.exit(f"wandb: {first_line(e)}: type {advice}")
-        self.facts["wandb_id"] = run.id
-        return run
 
     def begin_folder(self, data_dir, is_resumed):
         """Make the folder ready. run.json comes first, for by it a later command knows a run."""

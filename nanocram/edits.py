@@ -76,7 +76,6 @@ def check_mixing(config, T):
 def check_streaming(config, T, dev):
     """Exit if offload, on a torch.device, has other gradients than a plain model of config."""
     plain, ids, positions = small_model(config, T)
-    wrong = ""
     try:
         streamed = Streamed(plain.config, dev, torch.float32).model
         streamed.load_state_dict(plain.state_dict())
@@ -87,12 +86,10 @@ def check_streaming(config, T, dev):
         for (name, p), q in zip(plain.named_parameters(), streamed.parameters(), strict=True):
             p = torch.zeros_like(q) if p.grad is None else p.grad.cpu()
             if not (p - q.grad).norm() <= 1e-4 * p.norm():
-                wrong = f"{name} has another gradient"
+                raise ValueError(f"{name} has another gradient")
     except Exception as e:
-        wrong = first_line(e)
-    if wrong:
         said = "a block takes tensors, reads weights that no other one has, and returns one tensor"
-        sys.exit(f"offload cannot follow an edit of model.py ({wrong}): {said}")
+        sys.exit(f"offload cannot follow an edit of model.py ({first_line(e)}): {said}")
 
 
 def check_loss(run, loss):

@@ -88,10 +88,9 @@ def configure(namespace, argv=None, also=None):
                 guess = f"did you mean {near[0]}?" if near else "--help lists them"
                 sys.exit(f"{where}: there is no setting {name}; {guess}")
 
-    for name, value in values.items():
-        if value != defaults[name]:
-            print(f"{name} = {value!r}  (default {defaults[name]!r})")
     for name, place in places.items():
+        if values[name] != defaults[name]:
+            print(f"{name} = {values[name]!r}  (default {defaults[name]!r})")
         place.setdefault("_given", {})[name] = begin[name], values[name]
         place[name] = values[name]
     return own

@@ -397,7 +397,7 @@ def main():
     state = run.state
     if resumes:
         checkpoint.load(run, ckpt_path)
-        run.saved_step = state.step - is_cut_short(ckpt_path)
+        run.saved_step = max(0, state.step - is_cut_short(ckpt_path))
         if run.saved_step == state.step and Clock(state).progress() >= 1:
             end_idle(Clock(state))
     if base:

@@ -73,11 +73,11 @@ if len(names) >= 10 and all(map(str.isdecimal, digits)):
     print(f"WARNING: {len(names)} classes, all of them numbers: is {args.label_column} a label?")
 words = feature_extraction.text.TfidfVectorizer(sublinear_tf=True, token_pattern=r"\w+|[^\w\s]+")
 bag = pipeline.make_pipeline(words, linear_model.LogisticRegression(C=100, max_iter=1000))
-hits = bag.fit(*zip(*train, strict=True)).score(*zip(*dev, strict=True))
+bag_hits = bag.fit(*zip(*train, strict=True)).score(*zip(*dev, strict=True))
 always = n_dev[largest := max(n_train, key=n_train.get)] / len(dev)
 saved = out.with_name(out.name + ".joblib")
 safety.write_beside(saved, lambda path: joblib.dump(bag, path))
-print(f"a bag of words has an accuracy of {hits:.1%}, always naming {largest!r} {always:.1%}")
+print(f"a bag of words has an accuracy of {bag_hits:.1%}, always naming {largest!r} {always:.1%}")
 print(f"{saved} has the bag of words: if it will do, press Ctrl-C")
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
 
@@ -118,3 +118,5 @@ answers = scores.argmax(-1)
 hits = (answers == labels).mean()
 f1 = metrics.f1_score(labels, answers, average="macro", zero_division=0)
 print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows")
+if hits <= max(bag_hits, always):
+    print("WARNING: that is no better than without a BERT: take the bag of words, or train longer")

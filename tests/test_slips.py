@@ -61,6 +61,7 @@ SLIPS = {
         ("--out_dir=mine", "mine exists and holds no run of train.py: choose another --out_dir"),
         ("--samples=none", "samples: each sentence needs one [MASK]"),
         ("--offload=True", "type --optimizer=adamw"),
+        ("--offload=True --optimizer=adamw --n_embd=400000", "GB more than are free: type"),
         ("--device=cuda", "device=cuda, but this build of torch sees no such device"),
     ],
     "finetune_glue.py": [

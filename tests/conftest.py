@@ -66,9 +66,11 @@ def command(name, *args, **settings):
     return [sys.executable, str(ROOT / name), *map(str, args), *flags(**settings)]
 
 
-def script(name, *args, cwd=ROOT, **settings):
-    """Run a script of ours; the process, stdout and stderr together as .stdout."""
-    return subprocess.run(command(name, *args, **settings), cwd=cwd, timeout=300, **PIPES)
+def script(name, *args, status=0, **settings):
+    """Run a script of ours, which must end so; what it prints, to stderr too."""
+    done = subprocess.run(command(name, *args, **settings), cwd=ROOT, timeout=300, **PIPES)
+    assert done.returncode == status, done.stdout
+    return done.stdout
 
 
 def wait_for(is_so, process, pause=0.02):
@@ -83,10 +85,6 @@ def result(out):
     """The weights of a run, and its log but for the time."""
     rows = [{**row, "elapsed_s": 0} for row in runlog.read_log(out)]
     return (out / "model.safetensors").read_bytes(), rows
-
-
-def last_line(process):
-    return process.stdout.strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="session")
@@ -108,8 +106,7 @@ def corpus(tmp_path_factory, texts):
 def data_dir(tmp_path_factory, corpus):
     """A finished data set of corpus."""
     folder = tmp_path_factory.mktemp("data") / "small"
-    done = script("prepare.py", source=corpus, data_dir=folder, **SMALL_DATA)
-    assert done.returncode == 0, done.stdout
+    script("prepare.py", source=corpus, data_dir=folder, **SMALL_DATA)
     return folder
 
 
@@ -207,14 +204,6 @@ def randomise(model):
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.2)
     return model
-
-
-def new_log(run):
-    """The runlog.Log of a run, in out_dir."""
-    import train
-
-    settings = {name: getattr(train, name) for name in train.SETTINGS}
-    return runlog.Log(run, train.out_dir, train.data_dir, settings)
 
 
 # The official GLUE files: their columns, a text's marked by *, the label's by =; and the labels.

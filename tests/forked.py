@@ -40,11 +40,13 @@ class Server:
         )
 
     def run(self, folder, code, argv=("-c",)):
-        """Run code in a folder; (exit code, what it said)."""
+        """Run code in a folder, which must end without an error; what it said."""
         line = json.dumps([str(folder), code, [str(arg) for arg in argv]])
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        return int(self.process.stdout.readline()), self.said.read_text("utf-8")
+        status, said = int(self.process.stdout.readline()), self.said.read_text("utf-8")
+        assert status == 0, f"{argv}\n{said}"
+        return said
 
     def close(self):
         self.process.stdin.close()

@@ -11,13 +11,17 @@ SHA = 40 * "0"
 
 
 class StandIn:
-    """Serves root/datasets/OWNER/NAME and root/models/OWNER/NAME on a port of 127.0.0.1."""
+    """Serves root/datasets/OWNER/NAME and root/models/OWNER/NAME on a port of 127.0.0.1, to
+    processes that start while monkeypatch lasts."""
 
-    def __init__(self, root):
+    def __init__(self, root, monkeypatch):
         answer = functools.partial(Answer, directory=root)
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), answer)
         self.requests = self.server.requests = []  # paths
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{self.server.server_port}")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+        monkeypatch.setenv("HF_HOME", f"{root}/home")
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def stop(self):

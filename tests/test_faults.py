@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PIPES, ROOT, SMALL_MODEL, command, new_log, new_run, put, result, wait_for
+from conftest import PIPES, ROOT, SMALL_MODEL, command, new_run, put, result, wait_for
 
 import train as module
 from nanocram import model_folder, runlog
@@ -184,7 +184,8 @@ def test_errors_of_the_machine_are_one_line_and_bugs_keep_their_trace(what, line
 def test_what_no_resume_could_use_replaces_no_checkpoint(train, capsys):
     """Weights that are not finite, and what torch.load() refuses, of a fork's State."""
     run = new_run()
-    log = new_log(run)
+    settings = {name: getattr(train, name) for name in train.SETTINGS}
+    log = runlog.Log(run, train.out_dir, train.data_dir, settings)
     assert module.save(run, log)
     before = (log.folder / "ckpt.pt").read_bytes()
     with pytest.raises(AttributeError):

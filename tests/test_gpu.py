@@ -86,11 +86,6 @@ def set_up(**settings):
     vars(train).update(changes)
 
 
-def run_script(name, *args, **settings):
-    done = script(name, *args, **settings)
-    assert done.returncode == 0, done.stdout
-
-
 # Losses and gradients beside those of float32 on the CPU
 
 
@@ -287,7 +282,7 @@ STEPS = 120 if DEVICE == "cuda" else 20  # that are to be stopped before: a GPU 
 def undisturbed(data_dir, tmp_path_factory):
     """The folder of a run of so many steps."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    run_script("train.py", **small_run(data_dir, out, max_steps=STEPS))
+    script("train.py", **small_run(data_dir, out, max_steps=STEPS))
     return out
 
 
@@ -300,7 +295,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(undisturbed, data_dir, tmp_
     process.terminate()
     assert process.wait(60) == 0
     assert 5 <= max(logged(out)) < STEPS
-    run_script("train.py", **settings | {"init": "resume"})
+    script("train.py", **settings | {"init": "resume"})
     # Muon makes full steps of a gradient's smallest directions, noise included. On an H100 a matrix
     # was 1.9 % off, with losses within 1e-5; a resume without Muon's momentum is 42 % off (CPU).
     assert_same_course(out, undisturbed, of_weights=0.1)
@@ -314,7 +309,7 @@ def test_fine_tuning(undisturbed, glue_files, tmp_path, monkeypatch):
     scores = []
     for where in (DEVICE, "cpu"):
         folder = shutil.copytree(undisturbed, tmp_path / f"model{len(scores)}")
-        run_script("finetune_glue.py", model=folder, device=where, **settings)
+        script("finetune_glue.py", model=folder, device=where, **settings)
         (run,) = glue.read_runs(folder).values()
         scores.append(run["scores"])
     ours, reference = scores
@@ -330,6 +325,6 @@ def test_offload_is_the_plain_run(dtype, data_dir, tmp_path):
     for offload in (False, True):
         out = tmp_path / f"{offload}"
         changes = small_run(data_dir, out, offload=offload, **settings)
-        run_script("train.py", ROOT / "config/offload.py", **changes)
+        script("train.py", ROOT / "config/offload.py", **changes)
     tolerance = {"float32": 1e-3, "bfloat16": 1e-2}[dtype]  # of one card beside itself
     assert_same_course(tmp_path / "True", tmp_path / "False", tolerance, 10 * tolerance)

@@ -61,16 +61,15 @@ def test_own_labels(tmp_path, data_dir, sentences):
     with open(train, "w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file, delimiter=";").writerows(table)
     options = {"epochs": 2, "seed": 3, "text_column": "body", "label_column": "queue"}
-    done = script(SCRIPT, model, train, out, **options)
-    assert done.returncode == 0, done.stdout
+    said = script(SCRIPT, model, train, out, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ids = Tokenizer(model / "tokenizer.json").encode(rows[0][0]).tolist()
     assert tokenizer(rows[0][0])["input_ids"][1:-1] == ids  # as in pre-training, a [SEP] is text
     lengths = [len(tokenizer(text)["input_ids"]) for text, _ in rows]
     for limit in (32, 128):
         n_longer = sum(n > limit for n in lengths)
-        assert f"{n_longer} of 200 texts have more than {limit} tokens" in done.stdout
-    assert re.search(r"\d+ steps, some [\d.]+ minutes more", done.stdout)
+        assert f"{n_longer} of 200 texts have more than {limit} tokens" in said
+    assert re.search(r"\d+ steps, some [\d.]+ minutes more", said)
 
     pipe = transformers.pipeline("text-classification", model=str(out), truncation=True)
     dev = [row for row in rows if is_held_out(row[0], 0.1)]
@@ -79,7 +78,7 @@ def test_own_labels(tmp_path, data_dir, sentences):
     hits = sklearn.metrics.accuracy_score(labels, answers)
     f1 = sklearn.metrics.f1_score(labels, answers, average="macro", zero_division=0)
     always = labels.count("asks") / len(dev)
-    before, _, after = done.stdout.partition("steps, some ")
+    before, _, after = said.partition("steps, some ")
     bag = joblib.load(tmp_path / "new/labelled.joblib")
     bag_hits = sklearn.metrics.accuracy_score(labels, bag.predict(texts))
     assert f"accuracy of {bag_hits:.1%}, always naming 'asks' {always:.1%}" in before

@@ -11,6 +11,7 @@ from test_model import BERT, CRAMMED, EACH_SWITCH, model_or_skip
 import train as module
 from nanocram import runlog
 from nanocram.edits import check_streaming
+from nanocram.offload import padded
 
 
 @pytest.fixture
@@ -87,13 +88,14 @@ def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
 
 
 def test_device_memory_holds_two_blocks(setting):
-    """Of weights and of gradients, beside what is outside of the blocks."""
-    setting(offload=True, n_layer=5)
+    """Of weights and of gradients, beside what is outside of the blocks; all of them aligned."""
+    setting(offload=True, n_layer=5, n_embd=18, n_head=3, n_inner=27)
     run = new_run()
-    twins = streamed_of(run).twin.parameters()
+    twins = list(streamed_of(run).twin.parameters())
+    assert all(p.data_ptr() % 16 == 0 for p in twins)
     storages = {t.untyped_storage() for p in twins for t in (p, p.grad)}
     sizes = {storage.data_ptr(): storage.nbytes() // 4 for storage in storages}
-    block = sum(p.numel() for p in run.model.model.layers[1].parameters())
+    block = sum(map(padded, run.model.model.layers[1].parameters()))
     assert len(sizes) == 6 and sorted(sizes.values())[:4] == [block] * 4
 
 

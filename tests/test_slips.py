@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL_DATA, SMALL_MODEL, flags, model_config
+from conftest import ROOT, SMALL_DATA, SMALL_MODEL, flags, write_model
 
 import train  # noqa: F401  each row has a new one
-from model import MaskedLM
-from nanocram import machine, model_folder
+from nanocram import machine
 
 BASE = {
     "prepare.py": SMALL_DATA | {"source": "corpus.txt", "data_dir": "out"},
@@ -84,10 +83,7 @@ def folder(tmp_path_factory, corpus, data_dir):
     """A working folder: data, a model, texts that cannot be prepared, and what is precious."""
     path = tmp_path_factory.mktemp("slips")
     shutil.copytree(data_dir, path / "data")
-    sizes = {name: SMALL_MODEL[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-    model_folder.save(MaskedLM(model_config(**sizes, max_seq_len=128)), path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(data_dir / name, path / "model")
+    write_model(path / "model", data_dir)
     text = corpus.read_text()
     (path / "corpus.txt").write_text(text)
     (path / "single.txt").write_text(text.replace("\n\n", "\n"))

@@ -17,9 +17,11 @@ from forked import SCRIPT
 from safetensors.torch import load_file
 
 FILES = ("train.py", "model.py", "finetune_glue.py", "nanocram", "config")
-# What takes most of the seconds of a small run: the yardstick and the picture.
+# What takes most of the seconds of a small run: the yardstick, the picture and inductor.
 QUICK = """
+import functools, torch
 from nanocram import machine, runlog
+torch.compile = functools.partial(torch.compile, backend="eager")
 machine.matmul_rate = lambda *where: 1e12
 runlog.plot = lambda folder: None
 """
@@ -71,7 +73,7 @@ class Fork:
     def train(self, out_dir="out", **settings):
         """Run train.py; (rows of log.csv, ckpt.pt)."""
         settings = self.settings | settings | {"out_dir": out_dir}
-        self.python(QUICK + SCRIPT, "train.py", *flags(**settings))
+        self.said = self.python(QUICK + SCRIPT, "train.py", *flags(**settings))
         folder = self.folder / out_dir
         rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
         return rows, torch.load(folder / "ckpt.pt", weights_only=True)
@@ -331,12 +333,16 @@ SECOND = """        classes = classes.flatten(0, 1).float()
 
 
 def test_a_second_head(fork):
-    """In the model it is trained, saved and no ModernBERT; made beside the loss it is refused."""
+    """In the model it is trained, saved and no ModernBERT. One that nothing reads, and would be
+    saved untrained, is named; one that is made beside the loss is refused."""
     fork.insert("model.py", MADE, "        self.second = nn.Linear(config.n_embd, 3)\n")
+    fork.train(max_steps=1)
+    assert "WARNING: nothing reads second.weight, " in fork.said
     fork.edit("model.py", DECODED, BOTH)
     fork.edit("model.py", PASSED, PASSED + TAKEN)
     fork.edit("model.py", LOSS, SECOND + LOSS.replace("}", ' + 0.1 * second, "second": second}'))
     (_, *rows), ckpt = fork.train()
+    assert "nothing reads" not in fork.said
     assert float(rows[0]["second"]) == pytest.approx(math.log(3), rel=0.5)
     assert "second.weight" in ckpt["model"] and fork.model_type() == "nanocram"
     fork.train("offloaded", offload=True, optimizer="adamw")
@@ -375,49 +381,44 @@ def test_what_offload_cannot_follow_is_one_line(fork, edits):
         fork.train(n_layer=4, optimizer="adamw", offload=True)
 
 
-def test_a_switch_of_training_alone(fork):
-    """Who goes on from weights may change it; its model is a ModernBERT."""
-    fork.edit(
-        "model.py", "    zero_init: bool\n", "    zero_init: bool\n    z_weight: float = 0.0\n"
-    )
+def test_an_auxiliary_loss_its_column_and_its_weight(fork):
+    """The z-loss: the mean of log² Z, about 41 at a uniform start. Its weight is a switch of
+    training alone: who goes on from weights may change it; the model is a ModernBERT."""
+    field = "    zero_init: bool\n"
+    fork.edit("model.py", field, field + "    z_weight: float = 0.0\n")
     fork.insert("train.py", "zero_init = True ", "z_weight = 0.0\n")
     fork.edit("model.py", "FOR_TRAINING = {", 'FOR_TRAINING = {"z_weight", ')
     z_loss = "        z = logits.float().logsumexp(-1).square().mean() * model.training\n"
     new = z_loss + LOSS.replace("}", ' + model.config.z_weight * z, "z": z}')
     fork.edit("model.py", LOSS, new)
-    fork.train(max_steps=1)
+    plain, _ = fork.train(max_steps=1)
+    rows, _ = fork.train("weighted", z_weight=0.01, max_steps=1)
+    z = float(rows[1]["z"])
+    assert z == pytest.approx(math.log(SMALL_MODEL["vocab_size"]) ** 2, rel=0.1)
+    difference = float(rows[1]["loss"]) - float(plain[1]["loss"])
+    assert difference == pytest.approx(0.01 * z, rel=1e-3)
+    assert rows[0]["val_loss_15"] == plain[0]["val_loss_15"]
     (_, row), _ = fork.train("more", init="out", z_weight=0.5, max_steps=1)
     assert float(row["loss"]) > 0.5 * float(row["z"]) > 10
     assert fork.model_type("more") == "modernbert"
 
 
+def test_a_number_that_changes_in_the_loss_must_be_a_tensor(fork):
+    """From the ninth value on nothing would be compiled."""
+    fork.insert("model.py", MADE, "        self.share = 0.0\n")
+    fork.insert("train.py", "    # set the learning rates\n", "    run.model.share = progress\n")
+    fork.edit("model.py", LOSS, LOSS.replace("()}", "() * (1 + model.share)}"))
+    with pytest.raises(AssertionError, match="what changes in loss_fn must be a tensor"):
+        fork.train(compile=True, n_layer=1, max_steps=40, mask_rate_end=0.3)
+
+
 def test_a_batch_that_depends_on_what_was_measured(fork):
     """Of any number of rows: whole passes are trained, and all of them are counted."""
-    new = '    if state.last:\n        n_rows = 9 + state.step + 0 * state.last["grad_norm"]\n'
+    new = "    if state.last:\n        n_rows = 8 * state.step + 9 + 0 * state.last['grad_norm']\n"
     fork.insert("train.py", "    # set the learning rates\n", new)
-    rows, ckpt = fork.train(batch_start=16)
-    assert [row["batch_size"] for row in rows] == ["", "16", "16", "16", "16"]
-    fork.edit("train.py", "9 + state.step", "8 * state.step + 9")
     rows, ckpt = fork.train(batch_start=16)
     assert [row["batch_size"] for row in rows] == ["", "16", "24", "32", "40"]
     assert int(rows[-1]["tokens"]) == 128 * ckpt["state"]["rows_seen"] == 128 * (16 + 24 + 32 + 40)
-
-
-def test_an_auxiliary_loss_and_its_column(fork):
-    """The z-loss: the mean of 1e-2 · log² Z, about 0.4 at a uniform start."""
-    plain, _ = fork.train("plain")
-    fork.edit(
-        "model.py",
-        LOSS,
-        "        z_loss = 1e-2 * logits.float().logsumexp(-1).square().mean() * model.training\n"
-        + LOSS.replace("}", ' + z_loss, "z_loss": z_loss}'),
-    )
-    rows, _ = fork.train()
-    z_loss = float(rows[1]["z_loss"])
-    assert z_loss == pytest.approx(1e-2 * math.log(SMALL_MODEL["vocab_size"]) ** 2, rel=0.1)
-    difference = float(rows[1]["loss"]) - float(plain[1]["loss"])
-    assert difference == pytest.approx(z_loss, rel=1e-3)
-    assert rows[0]["val_loss_15"] == plain[0]["val_loss_15"]
 
 
 def test_a_mean_of_the_weights_is_evaluated(fork):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import PLOT, ROOT, new_run, put
 
-import model as model_module
 import train as module
 from nanocram import fit, machine, runlog, safety
 from nanocram.tokenizer import CLS, MASK
@@ -187,41 +186,6 @@ def test_compiled_equals_eager(train, setting):
         gradients.append([value.detach(), *(p.grad.clone() for p in run.model.parameters())])
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
-
-
-def test_what_is_compiled_anew_in_each_step_ends_the_run(train, setting, monkeypatch):
-    """A Python number that changes would: from the ninth value on nothing would be compiled."""
-    make_loss, train_step = module.make_loss, module.train_step
-    changing = SimpleNamespace(value=1.0)
-
-    def scaled(*args):
-        loss_fn = make_loss(*args)
-        return lambda *batch: {name: x * changing.value for name, x in loss_fn(*batch).items()}
-
-    def changed(run, progress):
-        changing.value = 1.0 - progress / 2
-        train_step(run, progress)
-
-    monkeypatch.setattr(module, "make_loss", scaled)
-    monkeypatch.setattr(module, "train_step", changed)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    setting(compile=True, n_layer=1, max_steps=40, samples="", mask_rate_end=0.3)
-    with pytest.raises(SystemExit, match="what changes in loss_fn must be a tensor"):
-        module.main()
-
-
-def test_what_nothing_reads_is_named(train, setting, monkeypatch, capsys):
-    """Such a weight would be saved, and not have been trained."""
-
-    def with_one_more(config, make_head=model_module.make_head):
-        head = make_head(config)
-        head.dense.scale = torch.nn.Parameter(torch.ones(3))
-        return head
-
-    monkeypatch.setattr(model_module, "make_head", with_one_more)
-    setting(head_transform=True, max_steps=1, samples="")
-    module.main()
-    assert "WARNING: nothing reads head.dense.scale, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

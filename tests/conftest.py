@@ -30,6 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import torch
 from forked import Server
+from safetensors.torch import load_file
 
 from model import MaskedLM
 from nanocram import machine, model_folder, runlog
@@ -79,6 +80,25 @@ def wait_for(is_so, process, pause=0.02):
     while not is_so():
         assert process.poll() is None and time.monotonic() < end
         time.sleep(pause)
+
+
+def wait_for_step(folder, step, process, pause=0.02):
+    """Until a run's log.csv has come so far."""
+    wait_for(lambda: any(row["step"] >= step for row in runlog.read_log(folder)), process, pause)
+
+
+def assert_same_course(out, reference, tolerance, of_weights):
+    """Same steps, same rows; losses within tolerance, norms of gradients within ten times that."""
+    allowed = dict.fromkeys(("step", "tokens", "batch_size", "lr", "mask_rate"), 1e-9)
+    allowed |= dict.fromkeys(("loss", "val_loss_15", "val_loss_25"), tolerance)
+    allowed |= {"grad_norm": 10 * tolerance}
+    for row, other in zip(runlog.read_log(out), runlog.read_log(reference), strict=True):
+        for name, rel in allowed.items():
+            assert row.get(name, 0) == pytest.approx(other.get(name, 0), rel=rel), (name, row)
+    weights, others = (load_file(path / "model.safetensors") for path in (out, reference))
+    assert weights.keys() == others.keys()
+    for name, other in others.items():
+        assert (weights[name] - other).norm() <= of_weights * other.norm(), name
 
 
 def result(out):

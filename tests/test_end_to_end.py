@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import PIPES, PLOT, SMALL_MODEL, command, put, result, script, wait_for
+from conftest import PIPES, PLOT, SMALL_MODEL, command, put, result, script, wait_for, wait_for_step
 
 from nanocram import runlog
 from nanocram.data import fill_masks, held_out
@@ -97,7 +97,7 @@ def run_until(monkeypatch, signal_number, min_step, out_dir, **settings):
     monkeypatch.setenv("PYTHONPATH", str(out_dir.parent))
     settings = SMALL_MODEL | {"out_dir": out_dir, "checkpoint_minutes": 1e-9} | settings
     process = subprocess.Popen(command("train.py", **settings), **PIPES)  # each save writes log.csv
-    wait_for(lambda: any(row["step"] >= min_step for row in read_log(out_dir)), process)
+    wait_for_step(out_dir, min_step, process)
     process.send_signal(signal_number)
     printed, _ = process.communicate(timeout=60)
     return process.returncode, printed

@@ -630,8 +630,9 @@ def should_save(run):
 
 
 def save(run, log):
-    """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written. A
-    file that cannot be written stays as it was, and a warning says why."""
+    """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written.
+
+    A file that cannot be written stays as it was, and a warning says why."""
     run.saved_at = now()
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
@@ -672,8 +673,9 @@ def find_start(path):
 
 
 def take_architecture(config, path):
-    """Set the settings that weights are bound to as config, of the model at path, has them. Exits
-    if others were typed: a flag is meant, a default or a recipe may be another run's."""
+    """Set the settings that weights are bound to as config, of the model at path, has them.
+
+    Exits if others were typed: a flag is meant, a default or a recipe may be another run's."""
     config = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING} | config
     if config["position_embedding"] != "learned":  # no table of weights ends there
         is_typed = "max_seq_len" in typed

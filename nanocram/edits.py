@@ -45,6 +45,7 @@ def outputs(model, *args):
 def check_mixing(config, T):
     """Exit if an edit mixes tokens in the wrong place: if a model of config, on rows of T tokens,
     computes other numbers at some positions than in whole rows, or beside padding and other rows.
+
     What an edit does in training mode alone is not seen."""
     model, ids, positions = small_model(config, T)
 

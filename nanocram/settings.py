@@ -129,20 +129,24 @@ def find_settings(namespace):
 
 
 def run_recipe(path, names, folder):
-    """Run a recipe, of here or of folder, with names; {name: value} of these and what it adds. It
-    may begin with another one: include(its path, as seen from there)."""
+    """Run a recipe, of here or of folder, with names; {name: value} of these and what it adds."""
     found = [place for place in (Path(path), folder / path) if place.exists()]
     if not found:
         sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")
 
-    def include(other):
-        after.update(run_recipe(place.parent / other, find_settings(after), folder))
+    after = dict(names)
 
-    place, after = found[0], names | {"include": include}
-    try:
-        exec(compile(place.read_bytes(), place, "exec"), after)  # Python knows their encoding
-    except Exception as e:  # it is the user's Python: a typo, a missing name
-        sys.exit(f"{place}: {type(e).__name__}: {e}")
+    def run(place):
+        """Run a recipe, which may begin with another one: include(its path, as seen from there)."""
+        outer = after.get("include")
+        after["include"] = lambda other: run(place.parent / other)
+        try:
+            exec(compile(place.read_bytes(), place, "exec"), after)  # Python knows their encoding
+        except Exception as e:  # it is the user's Python: a typo, a missing name
+            sys.exit(f"{place}: {type(e).__name__}: {e}")
+        after["include"] = outer
+
+    run(found[0])
     return find_settings(after) | {name: after[name] for name in names}  # of any type
 
 

@@ -28,9 +28,10 @@ FOR_TRAINING = {"dropout", "zero_init"}
 
 @dataclass
 class ModelConfig:
-    """Sizes and switches of the model; train.py says what each is, and has its default. To add one,
-    add a field whose default keeps the old behaviour, so that older checkpoints load, and a setting
-    of the same name in train.py."""
+    """Sizes and switches of the model; train.py says what each is, and has its default.
+
+    To add a switch, add a field whose default keeps the old behaviour, so that older checkpoints
+    load, and a setting of the same name in train.py."""
 
     vocab_size: int
     max_seq_len: int
@@ -81,8 +82,9 @@ def position_angles(length, width):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (arXiv 2104.09864) of x (B, T, H, D), in the rotate-half layout, by
-    cos and sin (T, 1, D), or (B, T, 1, D) where each row has positions of its own. The first half
+    """Rotary position embedding (arXiv 2104.09864) of x (B, T, H, D), in the rotate-half layout.
+
+    cos and sin: (T, 1, D), or (B, T, 1, D) where each row has positions of its own. The first half
     of sin is negated, so that a roll swaps the halves, which compiled code does without a copy."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
@@ -135,8 +137,9 @@ class Embeddings(nn.Module):
 
 
 def math_attention(q, k, v, mask, dropout):
-    """F.scaled_dot_product_attention by torch's math backend: all scores are in memory at once. On
-    a CPU in bfloat16 it takes 0.4 of the time of torch's kernel, and with 512 keys 0.7."""
+    """F.scaled_dot_product_attention by torch's math backend: all scores are in memory at once.
+
+    On a CPU in bfloat16 it takes 0.4 of the time of torch's kernel, and with 512 keys 0.7."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, H, K, T)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -144,7 +147,9 @@ def math_attention(q, k, v, mask, dropout):
 
 
 class Attention(nn.Module):
-    """Bidirectional multi-head attention; Wq, Wk, Wv are apart, for Muon orthogonalises each."""
+    """Bidirectional multi-head attention.
+
+    Queries, keys and values have matrices of their own: Muon orthogonalises each by itself."""
 
     def __init__(self, config):
         super().__init__()
@@ -242,8 +247,9 @@ class NarrowBlock(Block):
 
 
 class Encoder(nn.Module):
-    """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given. The
-    last layer returns the K positions alone, which changes no result: nothing reads its other
+    """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given.
+
+    The last layer returns the K positions alone, which changes no result: nothing reads its other
     outputs. With n_narrow > 1 the last n_narrow layers compute only the K positions, and take keys
     and values from the last full layer (NarrowBERT, arXiv 2301.04761)."""
 
@@ -291,7 +297,8 @@ def make_head(config):
 
 
 def init_weights(width):
-    """A function for Module.apply(): matrices and tables N(0, 0.02 · √(768 / width)), biases 0. The
+    """A function for Module.apply(): matrices and tables N(0, 0.02 · √(768 / width)), biases 0.
+
     0.02 is BERT's (arXiv 1810.04805), at 768 wide; wider models keep it. Narrower models need more,
     or attention begins almost uniform: at 128 wide, five minutes ended at 5.31 instead of 5.08."""
     std = 0.02 * max(1.0, 768 / width) ** 0.5
@@ -349,14 +356,16 @@ def matrix_weights(modules):
 
 
 def mixed_precision(device, dtype):
-    """Autocast of the matrix products to dtype on a torch.device; off for float32. It has no cache,
-    which would keep a copy of each weight, and a weight is cast only once a pass."""
+    """Autocast of the matrix products to dtype on a torch.device; off for float32.
+
+    No cache: a weight is cast only once a pass, and a cache would keep all the copies."""
     enabled = dtype != torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
 
 
 def make_loss(model, device, amp_dtype):
     """loss_fn(ids (B, T), positions (B, K), labels (B, K)): {"loss": cross-entropy in nats}.
+
     "loss", a 0-d tensor, is the mean over all labels, where -100 counts as 0, and is minimised.
     Other entries, of any name, become their means over a step: log.csv has the single numbers.
     Evaluations call it too: put an auxiliary loss or smoothed labels behind `if model.training`.

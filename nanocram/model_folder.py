@@ -70,9 +70,10 @@ TENSORS = re.compile(
 
 
 def not_native(model):
-    """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one. A switch that a fork has
-    added must be at its default. An edit with neither a switch nor parameters nor buffers is not
-    seen, but by tests/test_model_folder.py."""
+    """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one.
+
+    A switch that a fork has added must be at its default. An edit with neither a switch nor
+    parameters nor buffers is not seen, but by tests/test_model_folder.py."""
     have = asdict(model.config)
     # without head_transform save() adds an identity_head()
     known = {*NATIVE, *SAME.values(), "head_transform", *FOR_TRAINING}

@@ -38,8 +38,9 @@ def hub():
 
 
 def hub_files(name):
-    """[[address, bytes]] of the training files of a Hub data set, NAME or NAME:CONFIG, as of now;
-    raises ValueError where it has no training split or files of a kind that is not read."""
+    """[[address, bytes]] of the training files of a Hub data set, NAME or NAME:CONFIG, as of now.
+
+    Raises ValueError where it has no training split or files of a kind that is not read."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -81,8 +82,9 @@ def open_bytes(path):
 
 
 def read_texts(file, path, column, by_line=False):
-    """The documents of an open file, each a str; "" for a record without text. Raises ValueError
-    with the line where it is broken, or whatever a reader raises."""
+    """The documents of an open file, each a str; "" for a record without text.
+
+    Raises ValueError with the line where it is broken, or whatever a reader raises."""
     kind = file_kind(path)
     if kind == "parquet":
         texts = parquet_texts(file, column)
@@ -155,8 +157,9 @@ def json_texts(file, column):
 
 
 def table_rows(file, path, columns):
-    """The cells of each row of an open table, [str, or None where the row is short]. A .csv is as
-    RFC 4180 has it; in a .tsv each line is a row, and a quote is text."""
+    """The cells of each row of an open table, [str, or None where the row is short].
+
+    A .csv is as RFC 4180 has it; in a .tsv each line is a row, and a quote is text."""
     file, is_csv = open_text(file, path), file_kind(path) == "csv"
     header = file.readline()
     bare = re.sub('"[^"]*"', "", header)

@@ -68,9 +68,10 @@ def to_ascii(run):
 
 def normalise(text, mode):
     """Text as the vocabulary sees it: a space before every word, the first too, and none before
-    ASCII punctuation. "ascii" is the paper's (section 4.4) but for FOLD and NFKD: lower case,
-    quotes unified, accents and all else outside ASCII removed. "plain" keeps every script. "none"
-    is the text as it is."""
+    ASCII punctuation.
+
+    "ascii" is the paper's (section 4.4) but for FOLD and NFKD: lower case, quotes unified, accents
+    and all else outside ASCII removed. "plain" keeps every script. "none" is the text as it is."""
     if mode == "none":
         return text
     if mode == "ascii":
@@ -103,8 +104,9 @@ def normaliser_steps(mode):
 
 
 def train_tokenizer(texts, size, mode, folder):
-    """Train byte-level BPE of size entries; write tokenizer_config.json and, last, tokenizer.json;
-    exit with one line if the texts do not yield so many entries."""
+    """Train byte-level BPE of size entries; write tokenizer_config.json and, last, tokenizer.json.
+
+    Exits with one line if the texts do not yield so many entries."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -2,7 +2,8 @@
 
 With train.py's defaults it has the paper's size (arXiv 2212.14034) and computes what a ModernBERT
 (arXiv 2412.13663) does; nanocram/model_folder.py writes it in that form, with a head transform that
-does nothing. Switches of ModelConfig make the crammed BERT, the original one and NarrowBERT, too.
+does nothing. The switches of ModelConfig also make the paper's crammed BERT, the original BERT and
+NarrowBERT.
 
 Shapes: B rows of T tokens, K of them predicted; C channels in H heads of D; a vocabulary of V.
 """
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 ROPE_THETA = 10000.0
+
 # Activation functions of the MLP. If a name ends in "glu", the MLP is gated (arXiv 2002.05202).
 ACTIVATIONS = {
     "geglu": F.gelu,

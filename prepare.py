@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from nanocram import count_cores, safety, sources
+from nanocram import CORES, safety, sources
 from nanocram.settings import assign, check, configure
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
 from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
@@ -313,7 +313,7 @@ def process_batches(files, folder, share):
     if n_found := len([*folder.glob("batch-*.json")]):
         print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
     size = sum(n_bytes for _, n_bytes, *_ in files)
-    n = min(processes or count_cores(), 1 + 4 * size // BATCH)  # gzip makes a fourth of text
+    n = min(processes or CORES, 1 + 4 * size // BATCH)  # gzip makes a fourth of text
     unit = "tokens" if max_tokens else "B"
     bar = safety.Bar(total=max_tokens or size, unit=unit, unit_scale=True)
     batches = read_batches(files, states[-1]["place"] if states else [0, 0])
@@ -433,8 +433,7 @@ def begin_folder(folder, settings, files):
                 plan["hub"][name] = sources.hub_files(name)
             except Exception as e:  # whatever the Hub's libraries raise
                 why, hint = explain(e)
-                what_helps = hint or "see to the network, then rerun the command"
-                sys.exit(f"could not read {name} ({why}): {what_helps}")
+                sys.exit(f"could not read {name} ({why}): {hint or 'rerun it later'}")
     safety.write_text(path, json.dumps(plan, indent=1))
     return plan
 

@@ -397,13 +397,17 @@ def main():
     state = run.state
     if resumes:
         checkpoint.load(run, ckpt_path)
-        run.saved_step = max(0, state.step - is_cut_short(ckpt_path))
-        if run.saved_step == state.step and Clock(state).progress() >= 1:
-            end_idle(Clock(state))
+        run.saved_step = state.step
     if base:
         run.model.load_state_dict(base.state_dict())
         state.began_from = {"model": init, **base.trained_on}
         base = None  # free its memory
+    is_finished = runlog.read_facts(out_dir).get("finished_at_step") == state.step > 0
+    # a run of max_steps that was stopped before its last evaluation and save gets them now
+    only_ends = resumes and max_steps and not is_finished
+    if resumes and not only_ends and Clock(state).progress() >= 1:
+        exit_idle(Clock(state), is_finished)
+    first_step = state.step
     settings = {name: globals()[name] for name in SETTINGS}
     log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
 
@@ -418,8 +422,8 @@ def main():
         # where the run is, by rank 0's clock; a signal to any rank stops them all
         progress, stop = parallel.agree(clock.progress(), signals.stop)
         last_turn = stop or progress >= 1
-        if last_turn and not stop and state.step in (0, run.saved_step):
-            end_idle(clock)
+        if last_turn and not stop and state.step == first_step and not only_ends:
+            exit_idle(clock, is_finished)
 
         # rank 0 evaluates, logs and saves; the others wait for it in the next step's all_reduce
         if master_process:
@@ -591,19 +595,13 @@ def evaluate(run, held_out_sets):
     return losses
 
 
-def is_cut_short(ckpt_path):
-    """Whether a kill came between a checkpoint and the model, which is written next."""
-    path = ckpt_path.with_name("model.safetensors")
-    return not path.exists() or path.stat().st_mtime < ckpt_path.stat().st_mtime
-
-
-def end_idle(clock):
-    """End a process that has made no step, since the budget has no room for one."""
+def exit_idle(clock, is_finished):
+    """Exit: the budget has no room for another step."""
     hours = math.ceil(1000 * budget_hours - clock.left() / 3.6) / 1000
     more = f"more than --max_steps={max_steps}" if max_steps else f"--budget_hours={hours} or more"
-    said = f"step {clock.state.step:,}, and no room for another one: type {more}"
-    if init == "auto" and clock.state.step:  # a finished run is no error
-        print(said)
+    said = f"the budget ends at step {clock.state.step:,}: to go on, type {more}"
+    if init == "auto" and is_finished:
+        print(said)  # which is no error
         sys.exit()
     sys.exit(said if parallel.RANK == 0 else 1)
 
@@ -694,12 +692,13 @@ def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     allowed = {
         "eval_rows log_every n_layer n_head n_embd n_inner": (1, math.inf),
-        "micro_batch budget_hours max_steps evals checkpoint_minutes": (0, math.inf),
+        "micro_batch batch_start budget_hours max_steps evals checkpoint_minutes": (0, math.inf),
+        "token_types": (0, 9),
         "lr muon_lr weight_decay muon_weight_decay adam_eps norm_eps grad_clip": (0, math.inf),
         "seed": (0, 2**62),
         "warmup beta1 beta2 dropout": (0, 0.99999),
         "batch_ramp cooldown mask_token_share": (0, 1),
-        "random_token_share": (0, round(1 - mask_token_share, 9)),
+        "random_token_share": (0, round(1 - globals().get("mask_token_share", 0), 9)),
         "mask_rate mask_rate_end": (0.001, 0.9),
         "vocab_size": (260, 65536),
         "seq_len": (8, max_seq_len),

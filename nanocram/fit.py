@@ -62,7 +62,7 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
     """Make a train.Run's micro_batch smaller until take_passes(run, rows), which changes no weight,
     fits in memory on all ranks; return the seconds that it returns. Exits if a row is too much.
 
-    Then one GPU doubles it while it divides largest and there is memory; largest=0: it does not."""
+    Then one GPU doubles it while it divides largest and memory lasts; largest=0 turns that off."""
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     while True:

@@ -100,7 +100,7 @@ def read(name, split, glue_dir):
                 if not 0 <= labels[-1] <= 5:  # STS-B's scores; numbers of classes are below 3
                     raise ValueError(f"no score is {label}")
             if n_short >= len(texts):  # with a header, say, where the official file has none
-                raise ValueError(f"not one row, but {n_short} that have too few columns")
+                raise ValueError(f"{len(texts)} whole rows, {n_short} with too few columns")
         except (OSError, ValueError, LookupError, csv.Error) as e:
             sys.exit(f"{path}, line {rows.line_num} ({e!r:.80}): fetch the official file")
     return texts, np.array(labels)
@@ -119,7 +119,7 @@ def read_hub(name, split):
 
 
 def facts(splits):
-    """What a run tells of {split: (texts, labels)}: rows, those that train has too, a checksum."""
+    """Facts of {split: (texts, labels)} for a run: rows, those also in train, a checksum."""
     train, digest = set(splits["train"][0]), hashlib.sha256()
     found = {"rows": {}, "in_train": {}}
     for split, (texts, labels) in splits.items():
@@ -173,7 +173,10 @@ def lock(folder):
 def add_runs(folder, *new):
     """Add runs to glue.jsonl, a run a line, draw glue.md from all of them; return read_runs()."""
     with lock(folder):
-        runs = read_runs(folder) | {key(run): run for run in new}
+        runs = read_runs(folder)
+        for run in new:
+            runs.pop(key(run), None)  # the last one stands last
+            runs[key(run)] = run
         lines = [json.dumps(run) + "\n" for run in runs.values()]
         write_text(Path(folder, "glue.jsonl"), "".join(lines))
         write_text(Path(folder, "glue.md"), f"# GLUE\n\n{table(runs.values())}")
@@ -181,28 +184,42 @@ def add_runs(folder, *new):
 
 
 def group(runs):
-    """{name: {task: its runs}}; of a task those with the most rows, never of different data."""
+    """{name: {task: its runs}}; of a task those of the data that are most like the official ones,
+    and came last, never of different data."""
     groups = {}
     for run in runs:
         groups.setdefault(run["name"], {}).setdefault(run["task"], []).append(run)
     for tasks in groups.values():
         for task, found in tasks.items():
-            most = max(sum(run["rows"].values()) for run in found)
-            tasks[task] = [run for run in found if sum(run["rows"].values()) == most]
+            best = min(reversed(found), key=distance)
+            rows, data = best["rows"], best.get("data")  # older runs have no checksum
+            same = [run for run in found if run["rows"] == rows]
+            tasks[task] = [run for run in same if data in (None, run.get("data", data))]
     return groups
 
 
+def distance(run):
+    """In how many rows the data of a run differ from the official ones, leaks included."""
+    official = TASKS[run["task"]].rows
+    missing = sum(abs(n - official[split]) for split, n in run["rows"].items())
+    return missing + sum(run.get("in_train", {}).values())
+
+
 def flaws(runs):
-    """Why a task has a * in the table, line by line: its data, and seeds that diverged, if any."""
+    """Why a task has a * in the table, line by line: its data, and seeds that learnt nothing."""
     task, notes = TASKS[runs[0]["task"]], []
     for split, n in runs[0]["rows"].items():
         if n != task.rows[split]:
-            notes.append(f"- \\* {task.folder}: {n:,} of {task.rows[split]:,} {split} rows")
+            official = f"{split} rows; the official file has {task.rows[split]:,}"
+            notes.append(f"- \\* {task.folder}: {n:,} {official}")
         n_in_train = runs[0].get("in_train", {}).get(split, 0)
         if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
             notes.append(f"- \\* {task.folder}: {n_in_train:,} of {n:,} {split} rows are in train")
     if n_diverged := sum(run.get("scores") == {} for run in runs):
         notes.append(f"- \\* {task.folder}: {n_diverged} of {len(runs)} seeds diverged, left out")
+    if n_constant := sum(run.get("constant", False) for run in runs):
+        seeds = f"{n_constant} of {len(runs)} seeds"
+        notes.append(f"- \\* {task.folder}: {seeds} gave each row the same answer")
     return notes
 
 

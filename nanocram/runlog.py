@@ -10,7 +10,6 @@ import gc
 import io
 import itertools
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -173,8 +172,8 @@ class Log:
     def warn_if_none_learnt(self, losses):
         """Warn where held-out losses are no better than without a model."""
         if not losses["val_loss_15"] < self.facts["frequency_loss"]:
-            usual = f"{self.facts['frequency_loss']:.3f}, by the frequencies of tokens alone"
-            say(f"WARNING: this is no better than {usual}: train longer, or with lower rates")
+            usual = f"guessing by token frequency ({self.facts['frequency_loss']:.3f})"
+            say(f"WARNING: no better than {usual}: train longer, or lower the learning rates")
 
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
@@ -264,6 +263,7 @@ class Log:
             share = f"{tokens / self.facts['parameters']:.1f} tokens per parameter"
             held = f"{tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs, {share}"
             say(f"{speed:,.0f} tokens/s: the budget holds {held}")
+            self.warn_if_few("the budget holds", tokens)
 
     def report(self, losses, is_saved):
         """Say what the run was and what the model has learnt; without losses, how to go on."""
@@ -290,6 +290,7 @@ class Log:
         self.warn_if_none_learnt(losses)
         self.say_guesses(self.sentences)
         if is_saved:
+            self.write_facts(finished_at_step=state.step)
             say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
 
 
@@ -356,7 +357,7 @@ def write_card(folder, glue_table=()):
         use = "\n".join([use, "", "## GLUE, dev sets", "", *glue_table])
     sources = " and ".join(f"`{source}`" for source in dict.fromkeys(trained["sources"]))
     hours, longest = line["elapsed_s"] / 3600, config["nanocram"]["max_seq_len"]
-    by_frequency = facts.get("frequency_loss", math.nan)  # an older folder does not say it
+    guessing = f"; guessing by token frequency costs {facts.get('frequency_loss', 0):.3f}"
     text = f"""{CARD_BEGIN}{front}
 license: other  # yours to choose
 tags: [masked-lm, cramming]
@@ -368,7 +369,7 @@ A masked language model of {facts["parameters"]:,} parameters, pre-trained by na
 [Cramming](https://arxiv.org/abs/2212.14034), on {facts["processes"]} × {facts["device"]} and
 {trained["tokens"]:,} tokens of {sources}. After {hours:.2f} hours and {line["step"]:,} steps of its
 last run its loss on held-out text was {line["val_loss_15"]:.3f} nats per token with 15 % masked,
-and {line["val_loss_25"]:.3f} with 25 %; guesses by the tokens' frequencies cost {by_frequency:.3f}.
+and {line["val_loss_25"]:.3f} with 25 %{guessing * ("frequency_loss" in facts)}.
 It takes up to {longest} tokens, and was trained on rows of {trained["seq_len"]}. `run.json` has all
 settings, `log.csv` every logged step.
 

@@ -78,7 +78,7 @@ class Bar(tqdm):
         super().update(n)
         if self.disable:
             self.n += n
-            if time.monotonic() > self.said_at + LINE_SECONDS:
+            if self.total and time.monotonic() > self.said_at + LINE_SECONDS:
                 self.said_at = time.monotonic()
                 say(f"{self.n / self.total:4.0%}  {self.desc}{self.postfix}")
 
@@ -111,10 +111,10 @@ def run(main, folder, then, if_oom="use a smaller model"):
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: {then}")
     except OSError as e:
-        place = str(e.filename or folder)
-        for name, value in os.environ.items():  # a cache that cannot be made, say torch.compile's
-            if name.endswith(("DIR", "_HOME", "_CACHE")) and value and place.startswith(value):
-                place += f" (of {name})"
+        place = e.filename or folder
+        for name, value in os.environ.items():  # torch.compile's cache, say, that cannot be made
+            if "CACHE" in name and value and Path(place).is_relative_to(value):
+                then = f"unset {name}, or name another folder"
         sys.exit(f"{place}: {e.strerror or e}; {then}")
     except (MemoryError, RuntimeError) as e:
         if is_oom(e):

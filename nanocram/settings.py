@@ -82,7 +82,8 @@ def configure(namespace, argv=None, also=None):
             given = run_recipe(arg, elsewhere | values, script.parent)
         for name, value in given.items():
             if name in values:
-                values[name] = convert(where, name, value, defaults[name])
+                if value is not values[name]:  # a recipe leaves most as they are
+                    values[name] = convert(where, name, value, defaults[name])
             elif name not in elsewhere:
                 near = difflib.get_close_matches(name, elsewhere | values, 1)
                 guess = f"did you mean {near[0]}?" if near else "--help lists them"
@@ -91,16 +92,18 @@ def configure(namespace, argv=None, also=None):
     for name, place in places.items():
         if values[name] != defaults[name]:
             print(f"{name} = {values[name]!r}  (default {defaults[name]!r})")
-        place.setdefault("_given", {})[name] = begin[name], values[name]
-        place[name] = values[name]
-    return own
+        place[name] = begin[name]
+        assign(place, {name: values[name]})
+    return {name: defaults[name] for name in own}
 
 
 def assign(namespace, values):
     """Set settings in a script's globals(), until a later configure() takes them back."""
     given = namespace.setdefault("_given", {})  # {name: (value before, value that was given)}
     for name, value in values.items():
-        before, _ = given.get(name, (namespace[name], None))
+        before, last = given.get(name, (None, None))
+        if namespace[name] != last:  # the first time, or assigned by hand since
+            before = namespace[name]
         given[name] = before, value
         namespace[name] = value
 

@@ -63,7 +63,7 @@ def explain(error):
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     hints = {
         "offlinemode": "unset HF_HUB_OFFLINE, or give files of your own",
-        "(localentrynotfound|connect)": "",  # none but to wait
+        "(localentrynotfound|connect)": "",  # no hint, so that read_file() tries again
         "gated": "accept its terms on its page at the Hub, then type: hf auth login",
         "(config name is missing|builderconfig)": "name one as NAME:CONFIG",
         "zstd.* memory": "zstd -d --long=31 makes a file that is read",

@@ -167,6 +167,9 @@ def test_a_run_that_is_over_is_completed_and_continued(
     lost = ("model.safetensors", "config.json", "loss.png", "README.md")
     for name in lost:
         (out / name).unlink()
+    facts = json.loads((out / "run.json").read_text())
+    assert facts.pop("finished_at_step") == 60
+    (out / "run.json").write_text(json.dumps(facts))
     put(monkeypatch, train, init="resume", max_steps=60, dropout=0.1)
     put(monkeypatch, runlog, plot=PLOT)
     train.main()

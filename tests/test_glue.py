@@ -67,7 +67,7 @@ def test_nothing_in_a_line_is_special_but_tabs(tmp_path, end):
 @pytest.mark.parametrize(
     ("task", "rows", "named"),
     [
-        ("rte", "", "not one row"),
+        ("rte", "", "0 whole rows"),
         ("rte", "0\ta\tb\tmaybe", "line 2"),
         ("stsb", "0\ta\tb\tnan", "line 2.*nan"),
     ],
@@ -120,7 +120,7 @@ def test_the_mean_is_of_the_nine_numbers_and_what_is_partial_is_marked():
     partial[4]["rows"] = {"train": 100, "dev": 40430}
     row = cells("x", partial)
     assert (row["QQP"], row["MNLI-m"], row["mean of 9"]) == ("87.0*", "82.0", "79.4*")
-    assert "QQP: 100 of 363,846 train rows" in glue.table(partial)
+    assert "QQP: 100 train rows; the official file has 363,846" in glue.table(partial)
     # more rows than official, and a dev set that was trained on, are no protocol either
     partial[2]["rows"] = {"train": 4076, "dev": 408}
     one = [("c", "d")], np.zeros(1)
@@ -131,6 +131,12 @@ def test_the_mean_is_of_the_nine_numbers_and_what_is_partial_is_marked():
     assert "STS-B: 1,500 of 1,500 dev rows are in train" in glue.table(partial)
     # medians never mix runs on a part of the data with runs on all of it
     assert cells("x", partial + runs(seed=1, qqp={"f1": 50.0, "accuracy": 50.0}))["QQP"] == "50.0"
+    # nor of other texts, though as many: the last ones count
+    mixed = runs(rte={"accuracy": 99.0}) + runs(seed=1, rte={"accuracy": 60.0})
+    mixed[0] |= {"data": "a", "in_train": {"dev": 277}}
+    mixed[1] |= {"data": "b", "constant": True}
+    assert cells("x", mixed)["RTE"] == cells("x", mixed[::-1])["RTE"] == "60.0*"
+    assert "RTE: 1 of 1 seeds gave each row the same answer" in glue.table(mixed)
 
 
 def test_medians_are_over_seeds_and_score_by_score():

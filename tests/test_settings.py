@@ -198,21 +198,30 @@ def test_help_shows_the_defaults_before_torch_is_imported(name, flags):
         assert not piped.stderr and piped.stdout.strip()
 
 
-def test_threads_are_as_many_as_the_cores_that_are_ours():
-    """And sleep soon; but what a user has set stands."""
-    code = "import nanocram, os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'OMP_NUM_THREADS')))"
-    core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else None
+THREADS = """
+import os, pathlib
+os.sched_getaffinity = lambda process: range(8)
+pathlib.Path.read_text = lambda path: QUOTAS[path.name]
+import nanocram
+print(*map(os.environ.get, ("GOMP_SPINCOUNT", "OMP_NUM_THREADS")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("quotas", "user", "wanted"),
+    [
+        ({"cpu.max": "250000 100000"}, {}, "3000 2"),
+        ({"cpu.cfs_quota_us": "50000", "cpu.cfs_period_us": "100000"}, {}, "3000 1"),
+        ({"cpu.max": "max 100000"}, {"OMP_WAIT_POLICY": "active"}, "None None"),
+        ({"cpu.max": "250000 100000"}, {"OMP_NUM_THREADS": "5"}, "3000 5"),
+    ],
+)
+def test_threads_are_as_many_as_a_containers_cores_and_sleep_soon(quotas, user, wanted):
+    """What a user has set stands."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP", "GOMP"))}
-
-    def seen(**more):
-        one = None if core is None else lambda: os.sched_setaffinity(0, {core})
-        how = {"cwd": ROOT, "env": clean | more, "preexec_fn": one, "text": True}
-        return subprocess.check_output([sys.executable, "-c", code], **how).split()
-
-    if core is None or os.cpu_count() == 1:
-        pytest.skip("there is one core, or no affinity")
-    assert seen() == ["3000", "1"]
-    assert seen(OMP_WAIT_POLICY="active", OMP_NUM_THREADS="5") == ["None", "5"]
+    text = THREADS.replace("QUOTAS[path.name]", f"{quotas}.get(path.name, 'max')")
+    code = [sys.executable, "-c", text]
+    assert subprocess.check_output(code, cwd=ROOT, env=clean | user, text=True).strip() == wanted
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "config").glob("*.py")), ids=lambda p: p.stem)

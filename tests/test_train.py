@@ -255,7 +255,7 @@ def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys
 
 def test_a_budget_that_setting_up_uses_trains_nothing(train, setting):
     setting(budget_hours=1e-6)
-    with pytest.raises(SystemExit, match=r"no room .* type --budget_hours=0.00\d or more$"):
+    with pytest.raises(SystemExit, match=r"at step 0: .* type --budget_hours=0.00\d or more$"):
         module.main()
     assert not (Path(train.out_dir) / "README.md").exists()
     # nor does a resume behind the end change anything; to repeat a finished job is no error
@@ -279,7 +279,7 @@ def test_a_result_that_is_none_is_called_so(train, setting, monkeypatch, capsys)
     setting(max_steps=12, lr=30.0, muon_lr=30.0, batch_ramp=0.0, evals=4, samples="")
     module.main()
     said = capsys.readouterr().out
-    assert said.count("WARNING: this is no better than") == 2
+    assert said.count("WARNING: no better than guessing") == 2
     assert re.search(r"^WARNING: .* 0\.\d+ tokens per parameter", said, re.MULTILINE)
     assert re.search(r"^ 58%  step 7  loss .* tokens/s .* min left$", said, re.MULTILINE)
 

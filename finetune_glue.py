@@ -300,7 +300,7 @@ def main():
         data[task] = {split: tokenised(candidate, *rows) for split, rows in splits.items()}
         facts = {"task": task, **glue.facts(splits)}
         for line in glue.flaws([facts]):
-            tqdm.write(line.removeprefix("- \\"))
+            tqdm.write("WARNING: " + line.removeprefix("- \\* "))
         runs += [{**what, **facts, "seed": first_seed + i} for i in range(seeds)]
     try:
         done = glue.add_runs(folder)  # none, to see that it can be written before hours of work

@@ -411,7 +411,8 @@ def differences(have, wanted):
     have = SETTINGS | have
     other = {name: f"{name}={have[name]!r:.60}" for name in wanted if have[name] != wanted[name]}
     if other.pop("files", "") and "source" not in other:
-        other["files"] = "files that have changed since"
+        changed = [path for path, *what in wanted["files"] if [path, *what] not in have["files"]]
+        other["files"] = f"other files, {changed[0] if changed else 'and more of them'}"
     return ", ".join(other.values())
 
 

@@ -167,7 +167,8 @@ class Log:
         tokens += self.run.state.began_from.get("tokens", 0)
         share = tokens / self.facts["parameters"]
         if share < 1:
-            say(f"WARNING: {said} {share:.2g} tokens per parameter: a smaller model learns more")
+            advice = "a smaller model learns more, see config/small.py"
+            say(f"WARNING: {said} {share:.2g} tokens per parameter: {advice}")
 
     def warn_if_none_learnt(self, losses):
         """Warn where held-out losses are no better than without a model."""

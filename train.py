@@ -403,8 +403,8 @@ def main():
         state.began_from = {"model": init, **base.trained_on}
         base = None  # free its memory
     is_finished = runlog.read_facts(out_dir).get("finished_at_step") == state.step > 0
-    # a run of max_steps that was stopped before its last evaluation and save gets them now
-    only_ends = resumes and max_steps and not is_finished
+    # a run that was stopped behind its last step gets its last evaluation and save
+    only_ends = resumes and state.step == max_steps > 0 and not is_finished
     if resumes and not only_ends and Clock(state).progress() >= 1:
         exit_idle(Clock(state), is_finished)
     first_step = state.step

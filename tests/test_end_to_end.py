@@ -170,7 +170,10 @@ def test_a_run_that_is_over_is_completed_and_continued(
     facts = json.loads((out / "run.json").read_text())
     assert facts.pop("finished_at_step") == 60
     (out / "run.json").write_text(json.dumps(facts))
-    put(monkeypatch, train, init="resume", max_steps=60, dropout=0.1)
+    put(monkeypatch, train, init="resume", max_steps=30, dropout=0.1)
+    with pytest.raises(SystemExit, match="type --max_steps=61 or more"):  # its rates never fell
+        train.main()
+    put(monkeypatch, train, max_steps=60)
     put(monkeypatch, runlog, plot=PLOT)
     train.main()
     assert "once upon a" in capsys.readouterr().out

@@ -104,7 +104,7 @@ class Ours:
             yield np.concatenate([[CLS], *parts]), 1 + len(parts[0])
 
     def build(self, n_outputs):
-        """A module, which outputs_of() calls."""
+        """A module for outputs_of(), with n_outputs."""
         masked_lm = MaskedLM(replace(self.pretrained.config, dropout=glue_dropout))
         if not self.scratch:
             masked_lm.load_state_dict(self.pretrained.state_dict())
@@ -136,7 +136,8 @@ class HuggingFace:
         # only the classifier may be new, and perhaps a pooler before it
         new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
         prefix = net.base_model_prefix + "."
-        if wrong := [key for key in new if key.startswith(prefix) and "pooler" not in key]:
+        wrong = [key for key in new if key.startswith(prefix) and "pooler" not in key]
+        if wrong:
             sys.exit(f"{name} is incomplete: {min(wrong)} is missing or of another shape")
         if self.pad is None or len(self.tokenizer) > net.config.vocab_size:
             sys.exit(f"{name} has no padding token, or too many others for its model")
@@ -322,7 +323,8 @@ def main():
             bar.set_description(f"{task}, seed {seed}")
             run |= fine_tune_and_score(candidate, task, seed, data[task], dev, amp_dtype, bar)
             glue.add_runs(folder, run)
-            if said := ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items()):
+            said = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
+            if said:
                 said += f"  (training loss {run['train_loss']:.2f} in the last epoch)"
             if run["constant"]:
                 said += ", each answer is the same"

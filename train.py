@@ -555,8 +555,9 @@ def set_up(run, held_out_rows):
     largest = 0 if micro_batch or offload else math.gcd(state.largest_pass, batch_rows(1.0))
     seconds = fit.find_micro_batch(run, take_all_passes, held_out_rows, largest, signals)
     if compile and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
-        names = ", ".join(name for name in os.environ if "TORCH" in name and "DISABLE" in name)
-        print(f"WARNING: torch compiles nothing: unset {names}, or type --compile=False")
+        names = [name for name in os.environ if "TORCH" in name and "DISABLE" in name]
+        what_stops_it = ", ".join(names) or "what disables it"
+        print(f"WARNING: torch compiles nothing: unset {what_stops_it}, or type --compile=False")
     sets = held_out(held_out_rows, run.small_pass)
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured

@@ -14,7 +14,7 @@ for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  
             CORES = max(1, quota // period)
             os.environ.setdefault("OMP_NUM_THREADS", str(CORES))  # else libgomp takes them all
 
-# libgomp reads these when torch is loaded. Its threads spin for milliseconds before they sleep: on
-# a busy machine that takes the cores from those that they wait for (results/README.md).
+# libgomp reads this when torch is loaded. Its threads spin for milliseconds before they sleep; on a
+# busy machine they take the cores of those that they wait for (results/README.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -36,7 +36,7 @@ def load_meta(folder, **wanted):
 
 
 class Rows:
-    """The rows of a .bin file in an endless cycle. seed says where it begins, 0 at the first."""
+    """The rows of a .bin file in an endless cycle, which begins where seed says: 0 at the first."""
 
     def __init__(self, path, seq_len, dev="cpu", seed=0):
         self.path = Path(path)

@@ -184,8 +184,8 @@ def add_runs(folder, *new):
 
 
 def group(runs):
-    """{name: {task: its runs}}; of a task those of the data that are most like the official ones,
-    and came last, never of different data."""
+    """{name: {task: its runs on one set of data}}: the set that is nearest to the official one, of
+    equals the last."""
     groups = {}
     for run in runs:
         groups.setdefault(run["name"], {}).setdefault(run["task"], []).append(run)
@@ -215,9 +215,11 @@ def flaws(runs):
         n_in_train = runs[0].get("in_train", {}).get(split, 0)
         if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
             notes.append(f"- \\* {task.folder}: {n_in_train:,} of {n:,} {split} rows are in train")
-    if n_diverged := sum(run.get("scores") == {} for run in runs):
+    n_diverged = sum(run.get("scores") == {} for run in runs)
+    if n_diverged:
         notes.append(f"- \\* {task.folder}: {n_diverged} of {len(runs)} seeds diverged, left out")
-    if n_constant := sum(run.get("constant", False) for run in runs):
+    n_constant = sum(run.get("constant", False) for run in runs)
+    if n_constant:
         seeds = f"{n_constant} of {len(runs)} seeds"
         notes.append(f"- \\* {task.folder}: {seeds} gave each row the same answer")
     return notes

@@ -51,7 +51,8 @@ def hub_files(name):
     if "train" not in splits:
         raise ValueError(f"it has no split 'train', but {', '.join(map(str, splits)) or 'none'}")
     files = [str(file) for file in splits["train"]]
-    if unknown := [file for file in files if not file_kind(file)]:
+    unknown = [file for file in files if not file_kind(file)]
+    if unknown:
         raise ValueError(f"{unknown[0]} is of no kind that is read")
     folders = sorted({os.path.dirname(file) for file in files})
     sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in fs.ls(name)}

@@ -5,7 +5,6 @@ python -c "from nanocram import runlog; runlog.plot('out/tiny')"     # draw loss
 
 import contextlib
 import csv
-import functools
 import gc
 import io
 import itertools
@@ -17,7 +16,7 @@ from pathlib import Path
 from nanocram import machine, parallel
 from nanocram.data import fill_masks
 from nanocram.model_folder import not_native
-from nanocram.safety import Bar, first_line, names_in, say, write_beside, write_text
+from nanocram.safety import Bar, first_line, names_in, say, say_once, write_beside, write_text
 
 COLUMNS = (
     "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char "
@@ -63,9 +62,6 @@ def read_log(folder):
         if "step" in line and "elapsed_s" in line:
             lines.append(line)
     return lines
-
-
-say_once = functools.cache(say)
 
 
 @contextlib.contextmanager

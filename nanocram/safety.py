@@ -1,6 +1,7 @@
 """Atomic writes, one writer a folder, signals, errors in one line, progress in a log."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -63,6 +64,9 @@ def say(line):
     """Print a line above the bar; a full disk or a closed pipe ends no run."""
     with contextlib.suppress(OSError):
         tqdm.write(line)
+
+
+say_once = functools.cache(say)
 
 
 class Bar(tqdm):

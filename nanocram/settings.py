@@ -62,12 +62,10 @@ def configure(namespace, argv=None, also=None):
 
     places = dict.fromkeys(find_settings(vars(also)), vars(also)) if also else {}
     places |= dict.fromkeys(own, namespace)  # {setting: the globals that have it}
-    begin, defaults = {}, {}
+    values = {name: own_value(place, name) for name, place in places.items()}
+    defaults = {}
     for name, place in places.items():
-        before, given = place.get("_given", {}).get(name, (place[name], place[name]))
-        begin[name] = before if place[name] == given else place[name]  # assigned by hand
-        defaults[name] = place.get("SETTINGS", begin).get(name, begin[name])
-    values = dict(begin)
+        defaults[name] = place.get("SETTINGS", values).get(name, values[name])
     typed.clear()
     for arg in argv:
         if arg.startswith("-"):
@@ -92,20 +90,22 @@ def configure(namespace, argv=None, also=None):
     for name, place in places.items():
         if values[name] != defaults[name]:
             print(f"{name} = {values[name]!r}  (default {defaults[name]!r})")
-        place[name] = begin[name]
         assign(place, {name: values[name]})
     return {name: defaults[name] for name in own}
 
 
 def assign(namespace, values):
     """Set settings in a script's globals(), until a later configure() takes them back."""
-    given = namespace.setdefault("_given", {})  # {name: (value before, value that was given)}
     for name, value in values.items():
-        before, last = given.get(name, (None, None))
-        if namespace[name] != last:  # the first time, or assigned by hand since
-            before = namespace[name]
-        given[name] = before, value
+        namespace.setdefault("_given", {})[name] = own_value(namespace, name), value
         namespace[name] = value
+
+
+def own_value(namespace, name):
+    """A setting as the script or its user's hand has it, whatever assign() has given it since."""
+    value = namespace[name]
+    before, given = namespace.get("_given", {}).get(name, (value, value))
+    return before if value == given else value
 
 
 def check(namespace, allowed):

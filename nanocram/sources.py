@@ -12,12 +12,11 @@ import json
 import os
 import re
 
-from tqdm import tqdm
+from nanocram.safety import say_once
 
 HUB = "hf://"  # how the address of a Hub file begins
 BLOCK = 16 << 20  # bytes of a Hub file in one request; the next one comes while one is read
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
-say_once = functools.cache(tqdm.write)  # above a progress bar
 
 
 def file_kind(path):

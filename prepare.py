@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from pathlib import Path
 
@@ -79,7 +80,9 @@ def find_files():
         matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
         paths = {path for path in matches if not os.path.isdir(path)}
         is_pattern = not name or glob.escape(name) != name
-        if not paths and (is_pattern or file_kind(name) or os.path.isdir(name)):
+        if matches and not paths:
+            sys.exit(f"{matches[0]} is a folder: {sources.files_in(matches[0])}")
+        if not paths and (is_pattern or file_kind(name)):
             sys.exit(f"no file matches {name!r}: give globs in quotes, --source='a/*.txt,b.jsonl'")
         for path in sorted(paths):
             if not file_kind(path):
@@ -146,6 +149,15 @@ def is_held_out(text, share):
     text = text.replace("\r\n", "\n").encode("utf-8", "replace")
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64
+
+
+def copy_key(text):
+    """A number that copies share if they differ in case and white space alone: of both ends, length
+    and checksum, for speed."""
+    ends = text if len(text) < 1000 else text[:500] + text[-500:]
+    ends = ends if ends.isascii() else ends.lower()
+    letters = ends.encode("utf-8", "replace").lower().translate(None, b" \t\n\v\f\r")
+    return len(letters) << 32 | zlib.crc32(letters)
 
 
 def filter_threshold():
@@ -252,26 +264,27 @@ def new_processes(n):
 def process_batch(number, texts, state, folder, share):
     """Write a batch's rows, shuffled, and its held-out ids, then state, which is returned."""
     vocabulary = load_tokenizer(folder / "tokenizer.json")
-    threshold = filter_threshold()
+    threshold, end = filter_threshold(), np.array([SEP], np.uint16)
     ids_of = {"kept": [], "held_out": [], "filtered": [], "empty": []}
-    characters = dict.fromkeys(ids_of, 0)
+    characters, keys, first = dict.fromkeys(ids_of, 0), {fate: [] for fate in ids_of}, {}
     for text in texts:
         normal = vocabulary.normalise(text)
-        ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
+        key = copy_key(normal)
+        ids = vocabulary.encode_normal(normal)
         fate = "kept"
-        if len(ids) == 1:
+        if not len(ids):
             fate = "empty"
-        elif is_held_out(text, share):
+        elif is_held_out(first.setdefault(key, text), share):  # copies go where the first goes
             fate = "held_out"
-        elif threshold and len(ids) - 1 >= threshold * len(normal):
+        elif threshold and len(ids) >= threshold * len(normal):
             fate = "filtered"
-        ids_of[fate].append(ids)
+        ids_of[fate] += [ids, end]
+        keys[fate].append(key)
         characters[fate] += len(normal)
-    count = {"read": len(texts)} | {fate: len(pieces) for fate, pieces in ids_of.items()}
+    count = {"read": len(texts)} | {fate: len(found) for fate, found in keys.items()}
     count["not_utf8"] = sum("\ufffd" in text for text in texts)
-    none = np.zeros(0, np.uint16)
-    kept = np.concatenate([none, *ids_of["kept"]])
-    held_out = np.concatenate([none, *ids_of["held_out"]])
+    kept = np.concatenate([end[:0], *ids_of["kept"]])
+    held_out = np.concatenate([end[:0], *ids_of["held_out"]])
     count |= {"tokens": len(kept), "characters": characters["kept"]}
     count |= {"val_tokens": len(held_out), "val_characters": characters["held_out"]}
 
@@ -283,7 +296,9 @@ def process_batch(number, texts, state, folder, share):
     stem = folder / f"batch-{number:05}"
     safety.write_beside(stem.with_suffix(".train"), rows.tofile)
     safety.write_beside(stem.with_suffix(".val"), held_out.tofile)
+    safety.write_beside(stem.with_suffix(".keys"), np.array(keys["kept"], np.uint64).tofile)
     state |= {"rows": np.bincount(stops).tolist(), "counts": count}  # rows by their full stops
+    state["held_out"] = keys["held_out"]
     safety.write_text(stem.with_suffix(".json"), json.dumps(state))
     return state
 
@@ -360,16 +375,31 @@ def merge(states, folder):
     return len(batch_of_row)
 
 
+def read_held_out(states, folder):
+    """(ids, documents): what is held out but for documents that have a copy in train.bin, and the
+    number of these. An older version's batches have no keys."""
+    paths = [folder / f"batch-{i:05}.val" for i in range(len(states))]
+    ids = np.concatenate([np.fromfile(path, np.uint16) for path in paths])
+    if not all("held_out" in state for state in states):
+        return ids, 0
+    held_out = np.array([*itertools.chain(*(state["held_out"] for state in states))], np.uint64)
+    is_copy = np.zeros(len(held_out), bool)
+    for path in paths:
+        is_copy |= np.isin(held_out, np.fromfile(path.with_suffix(".keys"), np.uint64))
+    document = np.cumsum(ids == SEP) - (ids == SEP)  # of each token
+    return ids[~is_copy[document]], int(is_copy.sum())
+
+
 def finish(states, folder, settings, share):
     """Merge the batches; write meta.json, which makes the folder finished; return its counts."""
     count = {name: sum(s["counts"][name] for s in states) for name in states[0]["counts"]}
     count["rows"] = merge(states, folder)
-    held_out = [np.fromfile(folder / f"batch-{i:05}.val", np.uint16) for i in range(len(states))]
-    rows = np.random.default_rng(0).permutation(in_rows(np.concatenate(held_out)))
+    held_out, count["copies"] = read_held_out(states, folder)
+    rows = np.random.default_rng(0).permutation(in_rows(held_out))
     rows = rows[: val_tokens // (seq_len - 1)]
     rows.tofile(folder / "val.bin")
     count["val_rows"] = len(rows)
-    # less than a row at the end of a batch; what was held out beyond val_tokens
+    # less than a row at the end of a batch; copies, and what was held out beyond val_tokens
     count["dropped_tokens"] = count["tokens"] - count["rows"] * (seq_len - 1)
     count["val_dropped_tokens"] = count["val_tokens"] - count["val_rows"] * (seq_len - 1)
     if not count["rows"]:
@@ -377,6 +407,7 @@ def finish(states, folder, settings, share):
         sys.exit(f"{few}: delete {folder}, then give more text, or --filter_ratio=0")
     if not count["val_rows"]:
         few = f"less than one row was held out of {count['read']} documents ({documents})"
+        few += f", less {count['copies']} copies" if count["copies"] else ""
         more = "--documents=lines, or a larger --val_share, or more text"
         sys.exit(f"{few}: delete {folder}, then give {more}")
     meta = {"settings": settings, "vocab_size": vocab_size, "seq_len": seq_len}
@@ -395,6 +426,10 @@ def report(count, seconds):
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
     print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
     print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
+    if count["copies"]:
+        print(
+            f"copies      {count['copies']} held-out documents left out: train.bin has their like"
+        )
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
     print(f"written     {data_dir} in {seconds:.1f} s")
     if count["not_utf8"]:

@@ -5,14 +5,20 @@ python docs/finetune_own_labels.py out/mine tickets.csv out/labelled --label_col
 
 import argparse
 import collections
+import re
 import signal
 import sys
 import time
+import unicodedata
 from pathlib import Path
 
 import joblib
 import transformers
-from sklearn import feature_extraction, linear_model, metrics, pipeline
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.metrics import f1_score
+from sklearn.model_selection import PredefinedSplit, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.svm import LinearSVC
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanocram import machine, safety, sources
@@ -41,17 +47,23 @@ class Forecast(transformers.TrainerCallback):
             sources.say_once(f"{state.max_steps} steps, some {minutes:.1f} minutes more")
 
 
+def key(text):
+    """What texts or labels share that differ in case, spaces and Unicode's form alone."""
+    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
 def read(path):
-    """[[text, label], ...] of a table, without the rows that lack one, which are counted."""
+    """[(text, label), ...] of a file that prepare.py reads, without the rows that lack one."""
+    types = dict.fromkeys(args.text_column.split(","), str) | {args.label_column: str | int | float}
+    if Path(path).is_dir():
+        sys.exit(f"{path} is a folder: {sources.files_in(path)}")
     try:
-        if sources.file_kind(path) not in ("csv", "tsv"):
-            raise ValueError("it is no .csv and no .tsv file")
         with open(path, "rb") as file:
-            columns = [*args.text_column.split(","), args.label_column]
-            found = list(sources.table_rows(file, path, columns))
-    except (OSError, ValueError) as e:
-        sys.exit(f"{path}: {e}")
-    rows = [[" ".join(filter(None, texts)).strip(), (y or "").strip()] for *texts, y in found]
+            found = list(sources.read_rows(file, path, types))
+    except Exception as e:  # whatever the readers of gzip, JSON or parquet raise
+        sys.exit(f"{path}: {' '.join(str(e).split()) or repr(e)}")
+    found = [(" ".join(filter(None, texts)), "" if y is None else str(y)) for *texts, y in found]
+    rows = [(text.strip(), label.strip()) for text, label in found]
     if sum("\ufffd" in text + label for text, label in rows) > len(rows) / 100:
         sys.exit(f"{path} is not UTF-8: type iconv -f WINDOWS-1252 -t UTF-8 {path} > NEW")
     no_text, no_label = (sum(not row[i] for row in rows) for i in (0, 1))
@@ -59,26 +71,95 @@ def read(path):
     return [row for row in rows if all(row)]
 
 
-train, dev = read(args.train), read(args.dev) if args.dev else []
-if not args.dev:  # a tenth, which has what prepare.py held out
-    dev = [row for row in train if is_held_out(row[0], 0.1)]
-    train = [row for row in train if not is_held_out(row[0], 0.1)]
+def split(train, dev):
+    """(train, dev) with no text on both sides, case, spaces and Unicode's form apart. Without a
+    file for dev it is a tenth of train, by a hash: what prepare.py held out is in it."""
+    first = {}  # of each text and its copies
+    for text, _ in train:
+        first.setdefault(key(text), text)
+    if args.dev:
+        new = [row for row in dev if key(row[0]) not in first]
+        if n_known := len(dev) - len(new):
+            print(f"{args.dev}: left out: {n_known} of {len(dev)} texts are in {args.train} too")
+        return train, new
+    sides = [], []
+    for text, label in train:
+        sides[is_held_out(first[key(text)], 0.1)].append((text, label))
+    return sides
+
+
+def look(rows):
+    """Print what a person who looks at [(text, label), ...] would doubt."""
+    names = sorted({label for _, label in rows})
+    alike, parts, labels_of = {}, {}, {}
+    for name in names:
+        alike.setdefault(key(name.removesuffix(".0")), []).append(name)
+        cut = re.split(r"[][;,|/&+'\"]", name)
+        parts[name] = frozenset(key(part) for part in cut if part.strip())
+    for text, label in rows:
+        labels_of.setdefault(key(text), {})[label] = text
+    alone = frozenset().union(*(cut for cut in parts.values() if len(cut) == 1))
+    n_names = collections.Counter(parts.values())
+
+    def warn(what, found):
+        if found := list(found):
+            print(f"WARNING: {len(found)} {what}: {'; '.join(found[:5])}")
+
+    same = filter(lambda group: len(group) > 1, alike.values())
+    warn("labels differ in case, spaces or Unicode's form alone", map(" = ".join, same))
+    joined = (x for x, cut in parts.items() if len(cut) > 1 and (cut <= alone or n_names[cut] > 1))
+    warn("labels are several in one", joined)
+    mixed = filter(lambda found: len(found) > 1, labels_of.values())
+    warn("texts have several labels", (f"{min(x.values()):.40} ({', '.join(x)})" for x in mixed))
+    if n_copies := len(rows) - len(labels_of):
+        print(f"{n_copies} texts are copies of others, case and spaces apart")
+    digits = [name.strip("-+").replace(",", "").replace(".", "") for name in names]
+    if len(names) >= 10 and all(map(str.isdecimal, digits)):
+        what = f"is {args.label_column} a label?"
+        print(f"WARNING: {len(names)} classes, all of them numbers: {what}")
+
+
+def best_bag(rows):
+    """(name, model) of the bag that is better at some 3,000 rows by cross-validation in thirds."""
+    chars = map(chr, range(sys.maxunicode))  # a word keeps its marks, which are vowels in India
+    marks = "".join(char for char in chars if unicodedata.category(char)[0] == "M")
+    words = TfidfVectorizer(sublinear_tf=True, token_pattern=rf"[\w{marks}]+|[^\w\s{marks}]+")
+    characters = TfidfVectorizer(sublinear_tf=True, analyzer="char", ngram_range=(1, 3))
+    texts_of = collections.defaultdict(list)
+    for text, label in rows:
+        texts_of[label].append(text)
+    some = []
+    for label, texts in texts_of.items():
+        few = texts[:3] + texts[3 :: 1 + len(rows) // 3000]
+        some += [(text, label, i % 3) for i, text in enumerate(few)]
+    texts, labels, third = zip(*some, strict=True)
+    found = []
+    for kind, vectoriser in (("words", words), ("characters", characters)):
+        bag = make_pipeline(vectoriser, LinearSVC(random_state=0))
+        hits = cross_val_score(bag, texts, labels, cv=PredefinedSplit(third)).mean()
+        print(f"a bag of {kind}: {hits:.1%} by cross-validation on {len(some)} rows")
+        found.append((hits, kind, bag))
+    _, kind, bag = max(found, key=lambda one: one[0])
+    return kind, bag.fit(*zip(*rows, strict=True))
+
+
+train, dev = split(read(args.train), read(args.dev) if args.dev else [])
 n_train, n_dev = (collections.Counter(label for _, label in rows) for rows in (train, dev))
 names = sorted(n_train | n_dev)
 print(*(f"{n_train[x]:9,} to train on, {n_dev[x]:7,} held out: {x}" for x in names[:50]), sep="\n")
-if not (dev and len(n_train) > 1 and len(names) <= max(2, len(train) // 2)):
+look(train + dev)
+if args.dev and dev and not n_train.keys() & n_dev:
+    sys.exit(f"no label of {args.dev} is in {args.train}: write them alike")
+is_enough = sum(n > 1 for n in n_train.values()) > 1  # labels, in each two thirds of the rows
+if not (dev and is_enough and len(names) <= max(2, len(train) // 2)):
     sys.exit(f"{len(train)} rows, {len(dev)} held out, {len(names)} labels: give more of each")
-digits = [name.strip("-+").replace(",", "").replace(".", "") for name in names]
-if len(names) >= 10 and all(map(str.isdecimal, digits)):
-    print(f"WARNING: {len(names)} classes, all of them numbers: is {args.label_column} a label?")
-words = feature_extraction.text.TfidfVectorizer(sublinear_tf=True, token_pattern=r"\w+|[^\w\s]+")
-bag = pipeline.make_pipeline(words, linear_model.LogisticRegression(C=100, max_iter=1000))
-bag_hits = bag.fit(*zip(*train, strict=True)).score(*zip(*dev, strict=True))
+kind, bag = best_bag(train)
+bag_hits = bag.score(*zip(*dev, strict=True))
 always = n_dev[largest := max(n_train, key=n_train.get)] / len(dev)
 saved = out.with_name(out.name + ".joblib")
 safety.write_beside(saved, lambda path: joblib.dump(bag, path))
-print(f"a bag of words has an accuracy of {bag_hits:.1%}, always naming {largest!r} {always:.1%}")
-print(f"{saved} has the bag of words: if it will do, press Ctrl-C")
+print(f"a bag of {kind} has an accuracy of {bag_hits:.1%}, always naming {largest!r} {always:.1%}")
+print(f"{saved} has this bag: if it will do, press Ctrl-C")
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
 
 device, dtype = machine.pick("auto", "auto")  # without cuDNN's attention
@@ -116,7 +197,11 @@ trainer.save_model(unfinished)
 unfinished.rename(out)
 answers = scores.argmax(-1)
 hits = (answers == labels).mean()
-f1 = metrics.f1_score(labels, answers, average="macro", zero_division=0)
+f1 = f1_score(labels, answers, average="macro", zero_division=0)
 print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows")
 if hits <= max(bag_hits, always):
-    print("WARNING: that is no better than without a BERT: take the bag of words, or train longer")
+    print("WARNING: that is no better than without a BERT: take the bag, or train longer")
+auto, name = "transformers.AutoModelForSequenceClassification", repr(str(out))
+print("To use it: import transformers")
+print(f"transformers.pipeline('text-classification', {name}, truncation=True)('A text.')")
+print(f"{auto}.from_pretrained({name})  # AutoTokenizer likewise")

@@ -3,6 +3,7 @@
 A file of the Hub is streamed in blocks as if it lay here.
 """
 
+import contextlib
 import csv
 import functools
 import gzip
@@ -16,6 +17,8 @@ from nanocram.safety import say_once
 
 HUB = "hf://"  # how the address of a Hub file begins
 BLOCK = 16 << 20  # bytes of a Hub file in one request; the next one comes while one is read
+ESCAPED = '\\"'  # a quote, as Spark and MySQL write it
+CELL = 1 << 24  # characters of a cell at most; a longer one is a quote that nothing closes
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
 
 
@@ -73,6 +76,17 @@ def explain(error):
     return why, next(found, "")
 
 
+def files_in(folder):
+    """What to type to read the files of a folder."""
+    names = sorted(os.listdir(folder))
+    if any(name.endswith((".arrow", "dataset_dict.json")) for name in names):
+        split = '["train"]' * ("dataset_dict.json" in names)
+        table = f'datasets.load_from_disk("{folder}"){split}.to_parquet("{folder}.parquet")'
+        return f"python -c 'import datasets; {table}' makes a file that is read"
+    ending = next((os.path.splitext(name)[1] for name in names if file_kind(name)), ".txt")
+    return f"name its files, as in '{os.path.join(folder, '*' + ending)}'"
+
+
 def open_bytes(path):
     """A file here or on the Hub, to read and to seek in."""
     if not path.startswith(HUB):
@@ -85,20 +99,18 @@ def read_texts(file, path, column, by_line=False):
     """The documents of an open file, each a str; "" for a record without text.
 
     Raises ValueError with the line where it is broken, or whatever a reader raises."""
-    kind = file_kind(path)
-    if kind == "parquet":
-        texts = parquet_texts(file, column)
-    elif kind == "json":
-        texts = json_texts(open_text(file, path), column)
-    elif kind == "text":
-        texts = filter(str.strip, split_documents(open_text(file, path), by_line))
-    else:
-        rows = table_rows(file, path, column.split(","))
-        texts = (" ".join(filter(None, cells)) for cells in rows)
-    for text in texts:
-        if text and not text.isascii():  # U+FFFD for lone surrogates, which UTF-8 cannot hold
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        yield text or ""
+    if file_kind(path) == "text":
+        return filter(str.strip, split_documents(open_text(file, path), by_line))
+    rows = read_rows(file, path, dict.fromkeys(column.split(","), str))
+    return (" ".join(filter(None, cells)) for cells in rows)
+
+
+def read_rows(file, path, types):
+    """Yield the values of each record of an open file, by {column: types that it may have}."""
+    readers = {"csv": table_rows, "tsv": table_rows, "json": json_rows, "parquet": parquet_rows}
+    if file_kind(path) not in readers:
+        raise ValueError("it has no columns: make it a .csv, .tsv, .jsonl, .json or .parquet")
+    return readers[file_kind(path)](file, path, types)
 
 
 def open_text(file, path):
@@ -113,7 +125,10 @@ def open_text(file, path):
     begin = file.peek(2)
     if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in begin:
         raise ValueError("it looks like UTF-16: iconv -f UTF-16 -t UTF-8, with no BOM -f UTF-16LE")
-    newline = "\n" if file_kind(path) in ("csv", "tsv") else ""  # a row may hold a lone \r
+    is_table = file_kind(path) in ("csv", "tsv")
+    if is_table and b"\r" in begin and b"\n" not in begin:
+        raise ValueError("its lines end in a bare CR: tr '\\r' '\\n' < OLD > NEW")
+    newline = "\n" if is_table else ""  # a row may hold a lone \r
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
 
 
@@ -130,8 +145,9 @@ def split_documents(file, by_line=False):
     yield "".join(document)
 
 
-def json_texts(file, column):
-    """The texts of the objects in the lines of an open file, or in the one list that it is."""
+def json_rows(file, path, types):
+    """Rows of the objects in the lines of a file, or in the one list that it is."""
+    file, column = open_text(file, path), next(iter(types))
     first = file.readline()
     is_list = first.lstrip().startswith("[")
     parts = json.loads(first + file.read()) if is_list else itertools.chain([first], file)
@@ -141,80 +157,130 @@ def json_texts(file, column):
             if not is_list:
                 if not record.strip():
                     continue
-                record = json.loads(record)
+                record = read_object(record, file, column)
             if not isinstance(record, dict):
                 raise ValueError(f"{json.dumps(record):.40} is no object: take it out")
             if names is None:
-                names = list(record)
-                lists = [name for name in names if isinstance(record[name], list)]
-                hint = f", or jq -c '.{lists[0]}[]' OLD > NEW.jsonl" if lists else ""
-                check_columns([column], names, hint)
-            yield check_text(record.get(column), column)
+                names, advice = list(record), jq(record, column)
+                check_columns(types, names, f", or {advice}" if "[]" in advice else "")
+            yield [check_type(record.get(name), name, types[name]) for name in types]
         except ValueError as e:  # of a JSONDecodeError its msg, without a line within the line
             where = f"record {number}" if is_list else f"line {number}"
             where += f", column {e.colno} is no whole object" if hasattr(e, "colno") else ""
             raise ValueError(f"{where}: {getattr(e, 'msg', e)}") from None
 
 
-def table_rows(file, path, columns):
-    """The cells of each row of an open table, [str, or None where the row is short].
+def read_object(line, file, column):
+    """The value in a line. Raises ValueError, with what helps if it goes on in the next ones."""
+    try:
+        return json.loads(line)
+    except ValueError as e:
+        error = e
+    with contextlib.suppress(ValueError):
+        text = (line + file.read(1 << 26)).strip()
+        value, end = json.JSONDecoder().raw_decode(text)
+        if "\n" in text[:end]:
+            error = ValueError(f"an object of several lines: {jq(value, column)}")
+    raise error
 
-    A .csv is as RFC 4180 has it; in a .tsv each line is a row, and a quote is text."""
+
+def jq(value, column):
+    """What makes lines of an object of several lines, or of the list in it that has a column."""
+    for name, part in value.items() if isinstance(value, dict) else ():
+        if isinstance(part, list) and isinstance((part or [0])[0], dict) and column in part[0]:
+            return f"jq -c '.{name}[]' OLD > NEW.jsonl"
+    return "jq -c . OLD > NEW.jsonl"
+
+
+def table_rows(file, path, types):
+    """Rows of a table. A .csv is as RFC 4180 has it; in a .tsv a line is a row, a quote is text."""
     file, is_csv = open_text(file, path), file_kind(path) == "csv"
-    header = file.readline()
-    bare = re.sub('"[^"]*"', "", header)
-    delimiter = next((sign for sign in ",;\t" if sign in bare), ",") if is_csv else "\t"
-    if is_csv and delimiter != ",":
-        say_once(f"{path}: its cells are separated by {delimiter!r}, as in its header")
-    late_quote = re.compile(rf'(^|{delimiter}) +"[^"{delimiter}\r\n]')
+    header, above, delimiter = file.readline(), 0, "\t"
+    if is_csv:
+        bare = re.sub('"[^"]*"', "", header)
+        if of_excel := re.fullmatch(r'"?sep=(.)"?\s*', header, re.IGNORECASE):
+            bare, header, above = of_excel[1], file.readline(), 1
+        delimiter = next((sign for sign in ",;\t|" if sign in bare), ",")
+        if delimiter != ",":
+            say_once(f"{path}: its cells are separated by {delimiter!r}, as in its header")
+    late_quote = re.compile(rf'(^|[{delimiter}]) +"[^"{delimiter}\r\n]')
 
     def check_quotes(line):
         if is_csv and ' "' in line and late_quote.search(line):
             raise csv.Error("a space stands before a quote")
         return line
 
-    csv.field_size_limit(1 << 24)  # what is longer is a quote that nothing closes
+    csv.field_size_limit(CELL)
     lines = map(check_quotes, itertools.chain([header], file))
     by_tabs = (line.rstrip("\r\n").split("\t") for line in lines)
     rows = csv.reader(lines, delimiter=delimiter, strict=True) if is_csv else by_tabs
-    names, begin = None, 1  # the line where the row begins
+    names, begin = None, above + 1  # the line where the row begins
     try:
         for cells in rows:
             if not any(cells):
                 pass  # a blank line
             elif names is None:
                 names = [name.strip() for name in cells]
-                check_columns(columns, names)
-                places = [names.index(column) for column in columns]
+                check_columns(types, names, ", or put a header above, if its first line is none")
+                places = [names.index(column) for column in types]
                 n_named = max(i for i, name in enumerate(names, 1) if name)
             elif len(cells) > len(names) or any(cells[n_named:]):
                 raise csv.Error(f"it has {len(cells)} cells, and the header {n_named}")
             elif not is_csv and len(cells) < len(names) and re.fullmatch('[^"]*"', cells[0]):
                 raise csv.Error("a .tsv has no quoted cells: write it as a .csv")
             else:
-                yield [cells[i] if i < len(cells) else None for i in places]
-            begin = rows.line_num + 1 if is_csv else begin + 1
+                row = [cells[i] if i < len(cells) else None for i in places]
+                check_dialect(row, path, delimiter)
+                yield row
+            begin = above + rows.line_num + 1 if is_csv else begin + 1
     except csv.Error as e:
         rule = f": quote a cell that has {delimiter!r}, a quote or a line break; double its quotes"
+        if "expected after" in str(e):
+            rule = f": double a cell's quotes; {rewrite(delimiter, ESCAPED)}"
+        if "field limit" in str(e):
+            e = f"a cell has more than {CELL:,} characters"
+            rule = ": close its quote, or make the table a .jsonl"
         raise ValueError(f"line {begin}: {e}{rule if is_csv else ''}") from None
 
 
-def parquet_texts(file, column):
+def check_dialect(cells, path, delimiter):
+    """Say once where quotes are written in another way than they are read."""
+    for cell in filter(None, cells):
+        is_quoted = delimiter == "\t" and cell[0] == cell[-1] == '"'
+        if ESCAPED in cell or (is_quoted and '""' in cell[1:-1]):
+            sign = ESCAPED if ESCAPED in cell else '""'
+            say_once(f"{path}: {sign} stays as it is; {rewrite(delimiter, sign)}")
+
+
+def rewrite(delimiter, sign):
+    """What makes a .csv of RFC 4180 of a table with sign for a quote."""
+    options = f"delimiter={json.dumps(delimiter)}"
+    if sign == ESCAPED:
+        options += ', escapechar="\\\\", doublequote=False'
+    script = f"import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, {options}))"
+    return f"if {sign} stands for a quote, type python -c '{script}' < OLD > NEW.csv"
+
+
+def parquet_rows(file, _, types):
     """pre_buffer=False: else Arrow fetches groups of rows, with all columns, ahead: several GB."""
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    check_columns([column], table.schema_arrow.names)
-    for batch in table.iter_batches(256, columns=[column], use_threads=False):
-        for text in batch.column(0).to_pylist():
-            yield check_text(text, column)
+    check_columns(types, table.schema_arrow.names)
+    for batch in table.iter_batches(256, columns=[*types], use_threads=False):
+        for row in batch.to_pylist():
+            yield [check_type(row[name], name, types[name]) for name in types]
 
 
-def check_text(text, column):
-    if not isinstance(text, str | None):
+def check_type(value, column, types):
+    if not isinstance(value, types | None):
+        what = "text" if types is str else "label"
         advice = "type --text_column=NAME, or make it a string or null"
-        raise ValueError(f"{column!r} is {text!r:.40}, no text: {advice}")
-    return text
+        raise ValueError(f"{column!r} is {value!r:.40}, no {what}: {advice}")
+    if isinstance(value, str) and not value.isascii():
+        # U+FFFD for lone surrogates, which JSON may hold and UTF-8 may not
+        value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
 
 
 def check_columns(columns, names, hint=""):

@@ -7,6 +7,7 @@ import runpy
 import sys
 
 import joblib
+import pyarrow.parquet
 import pytest
 import sklearn.metrics
 import transformers
@@ -20,31 +21,70 @@ NUMBERED = "text,label\n" + "".join(f"text number {i},{i % 12 / 2}\n" for i in r
 pytest.importorskip("accelerate", reason="transformers' Trainer: pip install accelerate")
 
 
+def table(rows):
+    return "text,label\n" + "".join(f'{text},"{label}"\n' for text, label in rows)
+
+
+# words of Devanagari with the same letters and vowel signs; a clause of Chinese, without spaces
+HINDI = table((f"{['कि मा', 'का मि'][i % 2]} {i // 2}", i % 2) for i in range(300))
+CHINESE = table((f"房{chr(20000 + i)}间{'大小'[i % 2]}很", i % 2) for i in range(300))
+LABELS = table(zip("abcdef", ["True", "TRUE", "x;y", "x", "y", "['y', 'x']"], strict=True))
+COPIES = [("a  fine day", "x"), ("A fine day", "y"), ("grey", "x"), ("wet", "y")]
+SHORT = "label,text,note\npos,a,x\n" + "neg ,b\n" * 40 + " ,c,x\npos,,x\n,d\npos,e\n"
+LEFT_OUT = (
+    "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos\n39 texts are copies"
+)
+
+
 # test_prepare.py has more of what is wrong in a table
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("content", "dev", "said"),
     [
-        ("text,queue\na,pos\n", "it has text, queue: type --text_column=NAME or --label_column="),
-        ("text;label\ngr\xfcn;pos\n".encode("cp1252"), "iconv -f WINDOWS-1252"),
-        ("text,label\na,pos\nb,pos\n", "1 labels: give more of each"),
-        (NUMBERED, "12 classes, all of them numbers(.*\n)*cannot read out/none"),
+        ("text,queue\na,b\n", "", "has text, queue: type --text_column=NAME or --label_column="),
+        ("text;label\ngr\xfcn;pos\n".encode("cp1252"), "", "iconv -f WINDOWS-1252"),
+        ("text,label\na,pos\nb,pos\n", "", "1 labels: give more of each"),
+        (NUMBERED, "", "12 classes, all of them numbers(.*\n)*cannot read out/none"),
         # blank labels are none, spaces are stripped, a short row is used if it has text and label
-        (
-            "label,text,note\npos,a,x\n" + "neg ,b\n" * 40 + " ,c,x\npos,,x\n,d\npos,e\n",
-            "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos\n42 rows",
-        ),
+        (SHORT, "", LEFT_OUT),
+        (LABELS, "", "1 labels differ in case, .*: TRUE = True\n"),
+        (LABELS, "", r"2 labels are several in one: \['y', 'x'\]; x;y"),
+        (table(COPIES), "", r"1 texts have several labels: .* \(x, y\)\n1 texts are copies"),
+        (table(COPIES), table(COPIES[1:2]), "1 of 1 texts are in .*(.*\n)*4 rows, 0 held out"),
+        (HINDI, "", "a bag of words: 100.0%"),
+        (CHINESE, "", "a bag of characters has an accuracy of 100.0%"),
+        (HINDI, table([("न", "0.0")]), "1 labels differ in .*: 0 = 0.0\nno label of .* is in "),
+        ('{"text": "a", "label": ["x", "y"]}\n', "", "'label' is .*, no label"),
     ],
 )
-def test_what_is_wrong_in_a_table_of_labels_is_said(tmp_path, monkeypatch, capsys, table, said):
+def test_what_is_wrong_with_texts_and_labels_is_said(
+    tmp_path, monkeypatch, capsys, content, dev, said
+):
     """There is no such model, so that all of them end in one line."""
-    path = tmp_path / "a.csv"
-    path.write_bytes(table if isinstance(table, bytes) else table.encode())
-    argv = command(SCRIPT, "out/none", path, tmp_path / "new")[1:]
+    path = tmp_path / ("a.jsonl" if content[:1] == "{" else "a.csv")
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "dev.csv").write_text(dev)
+    options = {"dev": tmp_path / "dev.csv"} if dev else {}
+    argv = command(SCRIPT, "out/none", path, tmp_path / "new", **options)[1:]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(argv[0], run_name="__main__")
     assert re.search(said, capsys.readouterr().out + str(end.value))
     assert "\n" not in str(end.value)
+
+
+def test_a_table_of_any_kind_gives_the_same(tmp_path, monkeypatch, capsys):
+    rows = [{"text": f"text number {i}", "label": i % 2} for i in range(60)]
+    (tmp_path / "a.csv").write_text(table(row.values() for row in rows))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    said = set()
+    for kind in ("csv", "jsonl", "parquet"):
+        argv = command(SCRIPT, "out/none", tmp_path / f"a.{kind}", tmp_path / "new")[1:]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit, match="cannot read out/none"):
+            runpy.run_path(argv[0], run_name="__main__")
+        said.add(capsys.readouterr().out.replace(f"a.{kind}", "a"))
+    assert len(said) == 1 and "a bag of" in said.pop()
 
 
 @pytest.mark.slow
@@ -55,7 +95,8 @@ def test_own_labels(tmp_path, data_dir, sentences):
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
     rows = [(text, "asks" if i % 3 else "tells") for i, text in enumerate(sentences[:180])]
     rows[0] = " ".join([*sentences[:9], "[SEP]"]), "tells"
-    rows += rows[:20]  # copies are on one side
+    # copies are on the side of the first
+    rows += [(text.upper().replace(" ", "  "), label) for text, label in rows[:40]]
     table = [("id", "body", "queue"), *((i, *row) for i, row in enumerate(rows)), (9, "x", "")]
     train, out = tmp_path / "train.csv", tmp_path / "new/labelled"
     with open(train, "w", encoding="utf-8-sig", newline="") as file:
@@ -68,11 +109,12 @@ def test_own_labels(tmp_path, data_dir, sentences):
     lengths = [len(tokenizer(text)["input_ids"]) for text, _ in rows]
     for limit in (32, 128):
         n_longer = sum(n > limit for n in lengths)
-        assert f"{n_longer} of 200 texts have more than {limit} tokens" in said
+        assert f"{n_longer} of 220 texts have more than {limit} tokens" in said
     assert re.search(r"\d+ steps, some [\d.]+ minutes more", said)
 
     pipe = transformers.pipeline("text-classification", model=str(out), truncation=True)
-    dev = [row for row in rows if is_held_out(row[0], 0.1)]
+    originals = [text for text, _ in rows[:180]] + [text for text, _ in rows[:40]]
+    dev = [row for row, text in zip(rows, originals, strict=True) if is_held_out(text, 0.1)]
     texts, labels = zip(*dev, strict=True)
     answers = [pipe(text)[0]["label"] for text in texts]
     hits = sklearn.metrics.accuracy_score(labels, answers)

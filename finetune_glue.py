@@ -51,7 +51,7 @@ from tqdm import tqdm
 
 from model import Classifier, MaskedLM, mixed_precision
 from nanocram import glue, machine, model_folder, runlog, safety
-from nanocram.data import Ragged, batches_by_length, round_up
+from nanocram.data import Ragged, batches_by_length
 from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values, and those of BERT for --baseline=hf:…; a table names what a run did otherwise.
@@ -163,16 +163,6 @@ class HuggingFace:
         return self.load(n_outputs, local_files_only=True)[0]
 
 
-def tokenised(candidate, texts, labels):
-    """What glue.read() returns, as what Ragged takes."""
-    rows = list(candidate.encode(texts))
-    length, first = np.array([(len(ids), first) for ids, first in rows]).T
-    ids = np.full((len(rows), round_up(length.max(), 8)), candidate.pad, np.int32)
-    for padded, (row, _) in zip(ids, rows, strict=True):
-        padded[: len(row)] = row
-    return {"ids": ids, "length": length, "first": first, "labels": labels}
-
-
 def lr_scale(step, steps):
     """Learning rate as a share of its peak: a linear warm-up, then a cosine or line from 1 to 0."""
     warm = int(glue_warmup * steps)
@@ -239,7 +229,7 @@ def predict(net, data, amp_dtype):
 def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
     """{"train_loss", "scores", "seconds"} of one task with one seed; no scores if it diverged."""
     start = time.perf_counter()
-    data = {s: Ragged(arrays, candidate.two_types, dev) for s, arrays in splits.items()}
+    data = {s: Ragged(*rows, candidate.pad, candidate.two_types, dev) for s, rows in splits.items()}
     torch.manual_seed(seed)
     net = candidate.build(len(glue.TASKS[task].labels) or 1).to(dev)  # a regression has one output
     loss = fine_tune(candidate, net, data.pop("train"), seed, amp_dtype, bar)
@@ -249,7 +239,7 @@ def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
         for split, values in outputs.items():
             # MNLI has two dev sets: the scores of the second have names of their own
             end = "_mm" if split.endswith("mismatched") else ""
-            found = glue.score(task, splits[split]["labels"], values)
+            found = glue.score(task, splits[split][1], values)
             scores |= {metric + end: value for metric, value in found.items()}
             answers.update(values.argmax(1).tolist())
     train_loss = round(loss, 4) if scores else None  # JSON has no NaN
@@ -298,7 +288,8 @@ def main():
     data, runs = {}, []
     for task in tqdm(names, desc="reading", leave=False, disable=None):
         splits = {split: glue.read(task, split, glue_dir) for split in glue.TASKS[task].rows}
-        data[task] = {split: tokenised(candidate, *rows) for split, rows in splits.items()}
+        rows = [(list(candidate.encode(texts)), labels) for texts, labels in splits.values()]
+        data[task] = dict(zip(splits, rows, strict=True))
         facts = {"task": task, **glue.facts(splits)}
         for line in glue.flaws([facts]):
             tqdm.write("WARNING: " + line.removeprefix("- \\* "))

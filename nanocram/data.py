@@ -133,15 +133,18 @@ def fill_masks(model, tokenizer, sentence, device="cpu"):
 
 
 class Ragged:
-    """Rows of any length on the device; a step moves only its rows' numbers there. arrays: "ids"
-    (N, longest), padded; "length" and "first" (N,) of a row and its first text; "labels" (N,)."""
+    """Rows of any length on the device; a step moves only its rows' numbers there. rows: N pairs of
+    ids and the length of the first text; labels (N,); pad: the id behind the end of a row."""
 
-    def __init__(self, arrays, two_types, dev):
-        self.length, self.two_types, self.dev = arrays["length"], two_types, dev
-        labels = arrays["labels"]  # of 32 or 64 bits; mps has no float64
-        labels = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
-        arrays = arrays | {"labels": labels}
-        self.tensors = {name: torch.from_numpy(array).to(dev) for name, array in arrays.items()}
+    def __init__(self, rows, labels, pad, two_types, dev):
+        self.two_types, self.dev = two_types, dev
+        self.length, first = np.array([(len(ids), first) for ids, first in rows]).T
+        padded = np.full((len(rows), round_up(self.length.max(), 8)), pad, np.int32)
+        for row, (ids, _) in zip(padded, rows, strict=True):
+            row[: len(ids)] = ids
+        arrays = {"ids": padded, "length": self.length, "first": first, "labels": labels.tolist()}
+        # a list becomes int64 or float32; mps has no float64
+        self.tensors = {name: torch.as_tensor(x, device=dev) for name, x in arrays.items()}
 
     def batch(self, rows):
         """(inputs, labels) of rows, by transformers' names, (B, T) and (B,). attention_mask is None

@@ -89,7 +89,8 @@ def test_training_equals_a_plain_loop_around_transformers(
     put(settings, ft, glue_dropout=0.0, glue_lr=1e-3, glue_pooling=pooling)
     put(settings, ft, glue_weight_decay=decay, glue_schedule=kind)
     candidate = ft.Ours(model, False)
-    data = Ragged(ft.tokenised(candidate, *glue.read(task, "train", ft.glue_dir)), False, CPU)
+    texts, labels = glue.read(task, "train", ft.glue_dir)
+    data = Ragged(list(candidate.encode(texts)), labels, candidate.pad, False, CPU)
     torch.manual_seed(5)
     net = candidate.build(n_outputs)
     facts = {"classifier_pooling": pooling, "classifier_dropout": 0.0, "num_labels": n_outputs}
@@ -107,7 +108,7 @@ def test_training_equals_a_plain_loop_around_transformers(
     optimizer = torch.optim.AdamW(groups, 1e-3, (0.9, 0.98), 1e-6, weight_decay=decay)
     steps = [rows for epoch in range(2) for rows in batches_by_length(data.length, 8, (3, epoch))]
     schedule = transformers.get_scheduler(kind, optimizer, int(0.1 * len(steps)), len(steps))
-    numbers = torch.from_numpy(glue.read(task, "train", ft.glue_dir)[1])
+    numbers = torch.from_numpy(labels)
     labels = numbers.float()[:, None] if n_outputs == 1 else numbers
     losses = []
     for rows in steps:
@@ -218,8 +219,9 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
     candidate = ft.HuggingFace(str(tmp_path))
     assert candidate.two_types == kind.startswith("Bert")
     candidate.batch = 8
-    rows = glue.read("mnli", "train", ft.glue_dir)
-    data = Ragged(ft.tokenised(candidate, *rows), candidate.two_types, CPU)
+    texts, labels = glue.read("mnli", "train", ft.glue_dir)
+    rows = list(candidate.encode(texts))
+    data = Ragged(rows, labels, candidate.pad, candidate.two_types, CPU)
     torch.manual_seed(1)
     net = candidate.build(3)
     built = net.base_model.state_dict()
@@ -229,7 +231,7 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
         assert not torch.equal(net.classifier.weight, saved.classifier.weight)
         assert net.classifier.weight.std().item() == pytest.approx(0.2, rel=0.3)
     before = ft.predict(net, data, torch.float32)
-    columns = zip(*rows[0], strict=True)
+    columns = zip(*texts, strict=True)
     options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
     wanted = net(**candidate.tokenizer(*map(list, columns), **options)).logits.detach()
     assert np.allclose(before, wanted, atol=1e-5)

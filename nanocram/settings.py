@@ -63,9 +63,7 @@ def configure(namespace, argv=None, also=None):
     places = dict.fromkeys(find_settings(vars(also)), vars(also)) if also else {}
     places |= dict.fromkeys(own, namespace)  # {setting: the globals that have it}
     values = {name: own_value(place, name) for name, place in places.items()}
-    defaults = {}
-    for name, place in places.items():
-        defaults[name] = place.get("SETTINGS", values).get(name, values[name])
+    defaults = {k: place.get("SETTINGS", values).get(k, values[k]) for k, place in places.items()}
     typed.clear()
     for arg in argv:
         if arg.startswith("-"):
@@ -169,10 +167,8 @@ def convert(where, name, value, default):
     if wanted is not str and isinstance(value, str):
         with contextlib.suppress(ValueError, SyntaxError):  # the last check says what is wanted
             value = ast.literal_eval(value)
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if wanted is int and type(value) is float and value.is_integer():
-        value = int(value)  # batch_size = 0.5 * 4096
+    if {wanted, type(value)} == {int, float} and value % 1 == 0:
+        value = wanted(value)  # lr = 1, batch_size = 0.5 * 4096
     if type(value) is not wanted:
         sys.exit(f"{where}: {name}={value!r} should be of type {wanted.__name__}, like {default!r}")
     return os.path.expanduser(value) if wanted is str else value  # a shell leaves --model=~/x

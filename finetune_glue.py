@@ -219,10 +219,9 @@ def fine_tune(candidate, net, data, seed, amp_dtype, bar):
 def predict(net, data, amp_dtype):
     """Outputs (N, n_outputs) for the rows of data."""
     order = np.argsort(data.length, kind="stable")
-    outputs = []  # by length, as order says
     net.eval()
-    for rows in np.split(order, range(64, len(order), 64)):
-        outputs.append(outputs_of(net, data.batch(rows)[0], amp_dtype))
+    batches = np.split(order, range(64, len(order), 64))  # of like length
+    outputs = [outputs_of(net, data.batch(rows)[0], amp_dtype) for rows in batches]
     return torch.cat(outputs).cpu().numpy()[np.argsort(order)]  # in the order of the file
 
 
@@ -291,8 +290,8 @@ def main():
         rows = [(list(candidate.encode(texts)), labels) for texts, labels in splits.values()]
         data[task] = dict(zip(splits, rows, strict=True))
         facts = {"task": task, **glue.facts(splits)}
-        for line in glue.flaws([facts]):
-            tqdm.write("WARNING: " + line.removeprefix("- \\* "))
+        for flaw in glue.flaws([facts]):
+            tqdm.write(f"WARNING: {flaw}")
         runs += [{**what, **facts, "seed": first_seed + i} for i in range(seeds)]
     try:
         done = glue.add_runs(folder)  # none, to see that it can be written before hours of work

@@ -210,19 +210,17 @@ def flaws(runs):
     task, notes = TASKS[runs[0]["task"]], []
     for split, n in runs[0]["rows"].items():
         if n != task.rows[split]:
-            official = f"{split} rows; the official file has {task.rows[split]:,}"
-            notes.append(f"- \\* {task.folder}: {n:,} {official}")
+            notes.append(f"{n:,} {split} rows; the official file has {task.rows[split]:,}")
         n_in_train = runs[0].get("in_train", {}).get(split, 0)
         if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
-            notes.append(f"- \\* {task.folder}: {n_in_train:,} of {n:,} {split} rows are in train")
+            notes.append(f"{n_in_train:,} of {n:,} {split} rows are in train")
     n_diverged = sum(run.get("scores") == {} for run in runs)
     if n_diverged:
-        notes.append(f"- \\* {task.folder}: {n_diverged} of {len(runs)} seeds diverged, left out")
+        notes.append(f"{n_diverged} of {len(runs)} seeds diverged, left out")
     n_constant = sum(run.get("constant", False) for run in runs)
     if n_constant:
-        seeds = f"{n_constant} of {len(runs)} seeds"
-        notes.append(f"- \\* {task.folder}: {seeds} gave each row the same answer")
-    return notes
+        notes.append(f"{n_constant} of {len(runs)} seeds gave each row the same answer")
+    return [f"{task.folder}: {note}" for note in notes]
 
 
 def table_row(name, tasks):
@@ -251,7 +249,7 @@ def table(runs):
     for name, tasks in group(runs).items():
         rows.append(table_row(name, tasks))
         for found in tasks.values():
-            notes += flaws(found)
+            notes += [f"- \\* {flaw}" for flaw in flaws(found)]
     rows += [[f"{name} †", *cells.split()] for name, cells in REFERENCES.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -52,14 +52,10 @@ class Rows:
     def read(self, start, n):
         """n rows from start on, int64 (n, seq_len); behind the last row comes the first again. No
         memory map: a failing disk would kill the process without a message."""
-        parts = []
-        end = start + n
-        while start < end:
-            at = (self.begin + start) % self.count
-            take = min(end - start, self.count - at)
-            offset = 2 * at * self.seq_len
-            parts.append(np.fromfile(self.path, np.uint16, take * self.seq_len, offset=offset))
-            start += take
+        numbers = (self.begin + np.arange(start, start + n)) % self.count
+        stretches = np.split(numbers, 1 + np.flatnonzero(numbers[1:] == 0))  # of rows side by side
+        places = [(2 * rows[0] * self.seq_len, len(rows) * self.seq_len) for rows in stretches]
+        parts = [np.fromfile(self.path, np.uint16, size, offset=at) for at, size in places]
         tokens = np.concatenate(parts)
         if len(tokens) != n * self.seq_len:
             sys.exit(f"{self.path} cannot be read to its end: see to the disk, then --init=resume")

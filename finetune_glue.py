@@ -297,11 +297,8 @@ def main():
         done = glue.add_runs(folder)  # none, to see that it can be written before hours of work
     except OSError as e:
         sys.exit(f"{folder} cannot be written ({e.strerror}): make a copy, type --model=COPY")
-    todo = []
-    for run in runs:
-        found = done.get(glue.key(run), {"data": ""})
-        if found.get("data", run["data"]) != run["data"]:  # older runs do not tell
-            todo.append(run)
+    data_of = {key: found.get("data") for key, found in done.items()}  # older runs do not tell
+    todo = [run for run in runs if data_of.get(glue.key(run), "") not in (None, run["data"])]
     if n_done := len(runs) - len(todo):
         print(f"{n_done} of {len(runs)} fine-tunings are in {folder}/glue.jsonl already")
 

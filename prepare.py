@@ -407,7 +407,7 @@ def finish(states, folder, settings, share):
         sys.exit(f"{few}: delete {folder}, then give more text, or --filter_ratio=0")
     if not count["val_rows"]:
         few = f"less than one row was held out of {count['read']} documents ({documents})"
-        few += f", less {count['copies']} copies" if count["copies"] else ""
+        few += f" less {count['copies']} copies" if count["copies"] else ""
         more = "--documents=lines, or a larger --val_share, or more text"
         sys.exit(f"{few}: delete {folder}, then give {more}")
     meta = {"settings": settings, "vocab_size": vocab_size, "seq_len": seq_len}
@@ -424,12 +424,9 @@ def report(count, seconds):
     """Print what was read and written, and the command that comes next."""
     length = count["characters"] / count["tokens"]
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
-    print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
+    held_out = f"{count['held_out']} held out less {count['copies']} copies"
+    print(f"documents   {count['read']} read, {kept}, {held_out}")
     print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
-    if count["copies"]:
-        print(
-            f"copies      {count['copies']} held-out documents left out: train.bin has their like"
-        )
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
     print(f"written     {data_dir} in {seconds:.1f} s")
     if count["not_utf8"]:

@@ -79,12 +79,11 @@ def explain(error):
 def files_in(folder):
     """What to type to read the files of a folder."""
     names = sorted(os.listdir(folder))
-    if any(name.endswith((".arrow", "dataset_dict.json")) for name in names):
-        split = '["train"]' * ("dataset_dict.json" in names)
-        table = f'datasets.load_from_disk("{folder}"){split}.to_parquet("{folder}.parquet")'
-        return f"python -c 'import datasets; {table}' makes a file that is read"
+    if any(name.endswith(".arrow") for name in names):
+        table = f'datasets.load_from_disk("{folder}").to_parquet("{folder}.parquet")'
+        return f"type python -c 'import datasets; {table}', and name the new file"
     ending = next((os.path.splitext(name)[1] for name in names if file_kind(name)), ".txt")
-    return f"name its files, as in '{os.path.join(folder, '*' + ending)}'"
+    return f"name its files, as in '{folder}/*{ending}'"
 
 
 def open_bytes(path):
@@ -171,16 +170,14 @@ def json_rows(file, path, types):
 
 
 def read_object(line, file, column):
-    """The value in a line. Raises ValueError, with what helps if it goes on in the next ones."""
+    """The value of a line. Raises ValueError, with what helps if it goes on in the next ones."""
     try:
         return json.loads(line)
     except ValueError as e:
         error = e
     with contextlib.suppress(ValueError):
-        text = (line + file.read(1 << 26)).strip()
-        value, end = json.JSONDecoder().raw_decode(text)
-        if "\n" in text[:end]:
-            error = ValueError(f"an object of several lines: {jq(value, column)}")
+        value, _ = json.JSONDecoder().raw_decode((line + file.read(1 << 26)).strip())
+        error = ValueError(f"no object in one line: {jq(value, column)}")
     raise error
 
 

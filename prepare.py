@@ -24,7 +24,7 @@ import signal
 import sys
 import threading
 import time
-import zlib
+import unicodedata
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from pathlib import Path
 
@@ -144,20 +144,24 @@ def read_batches(files, place, least=None):
             texts, size = [], 0
 
 
-def is_held_out(text, share):
-    """Decide by the text alone, so that every copy of a held-out document stays out of training."""
-    text = text.replace("\r\n", "\n").encode("utf-8", "replace")
-    digest = hashlib.blake2b(text, digest_size=8).digest()
-    return int.from_bytes(digest, "little") < share * 2**64
-
-
 def copy_key(text):
-    """A number that copies share if they differ in case and white space alone: of both ends, length
-    and checksum, for speed."""
-    ends = text if len(text) < 1000 else text[:500] + text[-500:]
-    ends = ends if ends.isascii() else ends.lower()
-    letters = ends.encode("utf-8", "replace").lower().translate(None, b" \t\n\v\f\r")
-    return len(letters) << 32 | zlib.crc32(letters)
+    """The bytes that copies share which differ in case, white space and Unicode's form alone."""
+    text = text if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
+    return text.encode("utf-8", "replace").lower().translate(None, b" \t\n\v\f\r")
+
+
+def has_copies(texts):
+    """Whether some texts differ in case, white space and Unicode's form alone."""
+    texts = {text.replace("\r\n", "\n") for text in texts}
+    return len({hash(copy_key(text)) for text in texts}) < len(texts)
+
+
+def is_held_out(text, share, by_key=False):
+    """Decide by the text alone, or by its copy_key(), so that every copy of a held-out document
+    stays out of training."""
+    data = copy_key(text) if by_key else text.replace("\r\n", "\n").encode("utf-8", "replace")
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little") < share * 2**64
 
 
 def filter_threshold():
@@ -172,7 +176,8 @@ def filter_threshold():
 
 def make_vocabulary(files, folder):
     """Train it on the first texts of each source, or copy it; exit where it does not suit them.
-    Returns the share of the documents to hold out."""
+    Returns the share of the documents to hold out, and whether copy_key() decides: if some of these
+    texts are copies. Else it would move rows for nothing."""
     print(f"vocabulary  {vocab_size} entries, of {tokenizer or f'{vocab_sample_mb} MB at most'}")
     sample, size, n_documents = [], 0, 0  # of all text, roughly
     for paths in files.values():
@@ -190,7 +195,7 @@ def make_vocabulary(files, folder):
     # hold out 1 %, less of a large text, up to 10 % so that it makes 200 rows and 8 documents
     least = max(200 * seq_len * 4 / size, 8 / n_documents)  # four characters are a token
     chosen = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
-    share = val_share or float(f"{chosen:.1g}")
+    rule = val_share or float(f"{chosen:.1g}"), has_copies(sample)
 
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
     if np.mean(["\ufffd" in text for text in begins]) > 0.5:
@@ -201,7 +206,7 @@ def make_vocabulary(files, folder):
         for name in ("tokenizer_config.json", "tokenizer.json"):
             safety.write_text(folder / name, (Path(tokenizer) / name).read_text("utf-8"))
     else:
-        to_train_on = (text for text in sample if not is_held_out(text, share))
+        to_train_on = (text for text in sample if not is_held_out(text, *rule))
         train_tokenizer(to_train_on, vocab_size, normalisation, folder)
     if filter_ratio < 0 and filter_threshold():
         vocabulary = Tokenizer(folder / "tokenizer.json")
@@ -210,7 +215,7 @@ def make_vocabulary(files, folder):
         dropped = np.mean(np.array(ratios) >= filter_threshold())
         if dropped > 0.5:  # of English prose it is 6 %
             sys.exit(f"the filter would drop {dropped:.0%} of the documents: type --filter_ratio=0")
-    return share
+    return rule
 
 
 def check_normalisation(texts):
@@ -261,30 +266,29 @@ def new_processes(n):
                 child.kill()
 
 
-def process_batch(number, texts, state, folder, share):
+def process_batch(number, texts, state, folder, rule):
     """Write a batch's rows, shuffled, and its held-out ids, then state, which is returned."""
     vocabulary = load_tokenizer(folder / "tokenizer.json")
-    threshold, end = filter_threshold(), np.array([SEP], np.uint16)
+    threshold = filter_threshold()
     ids_of = {"kept": [], "held_out": [], "filtered": [], "empty": []}
-    characters, keys, first = dict.fromkeys(ids_of, 0), {fate: [] for fate in ids_of}, {}
+    characters = dict.fromkeys(ids_of, 0)
     for text in texts:
         normal = vocabulary.normalise(text)
-        key = copy_key(normal)
-        ids = vocabulary.encode_normal(normal)
+        ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
         fate = "kept"
-        if not len(ids):
+        if len(ids) == 1:
             fate = "empty"
-        elif is_held_out(first.setdefault(key, text), share):  # copies go where the first goes
+        elif is_held_out(text, *rule):
             fate = "held_out"
-        elif threshold and len(ids) >= threshold * len(normal):
+        elif threshold and len(ids) - 1 >= threshold * len(normal):
             fate = "filtered"
-        ids_of[fate] += [ids, end]
-        keys[fate].append(key)
+        ids_of[fate].append(ids)
         characters[fate] += len(normal)
-    count = {"read": len(texts)} | {fate: len(found) for fate, found in keys.items()}
+    count = {"read": len(texts)} | {fate: len(pieces) for fate, pieces in ids_of.items()}
     count["not_utf8"] = sum("\ufffd" in text for text in texts)
-    kept = np.concatenate([end[:0], *ids_of["kept"]])
-    held_out = np.concatenate([end[:0], *ids_of["held_out"]])
+    none = np.zeros(0, np.uint16)
+    kept = np.concatenate([none, *ids_of["kept"]])
+    held_out = np.concatenate([none, *ids_of["held_out"]])
     count |= {"tokens": len(kept), "characters": characters["kept"]}
     count |= {"val_tokens": len(held_out), "val_characters": characters["held_out"]}
 
@@ -296,9 +300,7 @@ def process_batch(number, texts, state, folder, share):
     stem = folder / f"batch-{number:05}"
     safety.write_beside(stem.with_suffix(".train"), rows.tofile)
     safety.write_beside(stem.with_suffix(".val"), held_out.tofile)
-    safety.write_beside(stem.with_suffix(".keys"), np.array(keys["kept"], np.uint64).tofile)
     state |= {"rows": np.bincount(stops).tolist(), "counts": count}  # rows by their full stops
-    state["held_out"] = keys["held_out"]
     safety.write_text(stem.with_suffix(".json"), json.dumps(state))
     return state
 
@@ -313,7 +315,7 @@ def hub_tokens(states):
     return max_tokens and sum(state["counts"]["tokens"] for state in states if state["hub"])
 
 
-def process_batches(files, folder, share):
+def process_batches(files, folder, rule):
     """The states of all batches, in order; exits if a file cannot be read to its end."""
     sums = [""]  # of the first 0, 1, 2 files
     for file in files:
@@ -341,7 +343,7 @@ def process_batches(files, folder, share):
                     file, document = state["place"]
                     state["checksum"] = sums[file + (document > 0)]
                     number = len(states) + len(running)
-                    running.append(pool.submit(process_batch, number, texts, state, folder, share))
+                    running.append(pool.submit(process_batch, number, texts, state, folder, rule))
             except SystemExit as e:  # a file is broken: say so once what came before is done
                 running.append(Future())
                 running[-1].set_exception(e)
@@ -375,31 +377,16 @@ def merge(states, folder):
     return len(batch_of_row)
 
 
-def read_held_out(states, folder):
-    """(ids, documents): what is held out but for documents that have a copy in train.bin, and the
-    number of these. An older version's batches have no keys."""
-    paths = [folder / f"batch-{i:05}.val" for i in range(len(states))]
-    ids = np.concatenate([np.fromfile(path, np.uint16) for path in paths])
-    if not all("held_out" in state for state in states):
-        return ids, 0
-    held_out = np.array([*itertools.chain(*(state["held_out"] for state in states))], np.uint64)
-    is_copy = np.zeros(len(held_out), bool)
-    for path in paths:
-        is_copy |= np.isin(held_out, np.fromfile(path.with_suffix(".keys"), np.uint64))
-    document = np.cumsum(ids == SEP) - (ids == SEP)  # of each token
-    return ids[~is_copy[document]], int(is_copy.sum())
-
-
-def finish(states, folder, settings, share):
+def finish(states, folder, settings, rule):
     """Merge the batches; write meta.json, which makes the folder finished; return its counts."""
     count = {name: sum(s["counts"][name] for s in states) for name in states[0]["counts"]}
     count["rows"] = merge(states, folder)
-    held_out, count["copies"] = read_held_out(states, folder)
-    rows = np.random.default_rng(0).permutation(in_rows(held_out))
+    held_out = [np.fromfile(folder / f"batch-{i:05}.val", np.uint16) for i in range(len(states))]
+    rows = np.random.default_rng(0).permutation(in_rows(np.concatenate(held_out)))
     rows = rows[: val_tokens // (seq_len - 1)]
     rows.tofile(folder / "val.bin")
     count["val_rows"] = len(rows)
-    # less than a row at the end of a batch; copies, and what was held out beyond val_tokens
+    # less than a row at the end of a batch; what was held out beyond val_tokens
     count["dropped_tokens"] = count["tokens"] - count["rows"] * (seq_len - 1)
     count["val_dropped_tokens"] = count["val_tokens"] - count["val_rows"] * (seq_len - 1)
     if not count["rows"]:
@@ -407,11 +394,10 @@ def finish(states, folder, settings, share):
         sys.exit(f"{few}: delete {folder}, then give more text, or --filter_ratio=0")
     if not count["val_rows"]:
         few = f"less than one row was held out of {count['read']} documents ({documents})"
-        few += f" less {count['copies']} copies" if count["copies"] else ""
         more = "--documents=lines, or a larger --val_share, or more text"
         sys.exit(f"{few}: delete {folder}, then give {more}")
     meta = {"settings": settings, "vocab_size": vocab_size, "seq_len": seq_len}
-    meta |= {"val_share": share, "counts": count, "sha256": {}}
+    meta |= {"val_share": rule[0], "by_key": rule[1], "counts": count, "sha256": {}}
     for name in ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin"):
         with open(folder / name, "r+b") as f:
             meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
@@ -424,8 +410,7 @@ def report(count, seconds):
     """Print what was read and written, and the command that comes next."""
     length = count["characters"] / count["tokens"]
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
-    held_out = f"{count['held_out']} held out less {count['copies']} copies"
-    print(f"documents   {count['read']} read, {kept}, {held_out}")
+    print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
     print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
     print(f"written     {data_dir} in {seconds:.1f} s")
@@ -543,12 +528,14 @@ def main():
             print(f"WARNING: files have changed; {again}")
         if "val_share" not in plan:
             with new_processes(1) as pool:  # its memory ends with it, and its readers
-                plan["val_share"] = pool.submit(make_vocabulary, files, folder).result()
+                rule = pool.submit(make_vocabulary, files, folder).result()
+            plan |= {"val_share": rule[0], "by_key": rule[1]}
             safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
         print(f"held out    {100 * plan['val_share']:g} % of the documents")
-        states = process_batches(every, folder, plan["val_share"])
+        rule = plan["val_share"], plan.get("by_key", False)  # older plans: by the text alone
+        states = process_batches(every, folder, rule)
         print("merging")
-        count = finish(states, folder, wanted, plan["val_share"])
+        count = finish(states, folder, wanted, rule)
         report(count, time.perf_counter() - begin)
     for path in (*folder.glob("batch-[0-9]*"), folder / "plan.json"):
         path.unlink(missing_ok=True)

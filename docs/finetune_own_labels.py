@@ -22,7 +22,7 @@ from sklearn.svm import LinearSVC
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanocram import machine, safety, sources
-from prepare import is_held_out
+from prepare import copy_key, has_copies, is_held_out
 
 parser = argparse.ArgumentParser(usage=__doc__)
 for name in ("model", "train", "out"):
@@ -47,70 +47,78 @@ class Forecast(transformers.TrainerCallback):
             sources.say_once(f"{state.max_steps} steps, some {minutes:.1f} minutes more")
 
 
-def key(text):
-    """What texts or labels share that differ in case, spaces and Unicode's form alone."""
-    return "".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
 def read(path):
-    """[(text, label), ...] of a file that prepare.py reads, without the rows that lack one."""
-    types = dict.fromkeys(args.text_column.split(","), str) | {args.label_column: str | int | float}
+    """[(text, label), ...] of a file that prepare.py reads, without rows that lack text; a label
+    that is missing is ""."""
+    types = dict.fromkeys(args.text_column.split(","), str)
     if Path(path).is_dir():
         sys.exit(f"{path} is a folder: {sources.files_in(path)}")
+    if args.label_column in types:
+        sys.exit(f"{args.label_column} is in --text_column, too: type --label_column=NAME")
     try:
         with open(path, "rb") as file:
-            found = list(sources.read_rows(file, path, types))
+            found = list(
+                sources.read_rows(file, path, types | {args.label_column: str | int | float})
+            )
     except Exception as e:  # whatever the readers of gzip, JSON or parquet raise
         sys.exit(f"{path}: {' '.join(str(e).split()) or repr(e)}")
-    found = [(" ".join(filter(None, texts)), "" if y is None else str(y)) for *texts, y in found]
-    rows = [(text.strip(), label.strip()) for text, label in found]
+    rows = []
+    for *texts, label in found:
+        label = "" if label is None or label != label else str(label)  # NaN is not itself
+        rows.append((" ".join(filter(None, texts)).strip(), " ".join(label.split())))
     if sum("\ufffd" in text + label for text, label in rows) > len(rows) / 100:
-        sys.exit(f"{path} is not UTF-8: type iconv -f WINDOWS-1252 -t UTF-8 {path} > NEW")
+        advice = f"iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW{Path(path).suffix}"
+        sys.exit(f"{path} is not UTF-8: if it is of Western Europe, type {advice}")
     no_text, no_label = (sum(not row[i] for row in rows) for i in (0, 1))
     print(f"{path}: {len(rows)} rows; left out: {no_label} without label, {no_text} without text")
-    return [row for row in rows if all(row)]
+    if not any(map(all, rows)):
+        sys.exit(f"{path} has no row with a text and a label")
+    return [row for row in rows if row[0]]
 
 
 def split(train, dev):
-    """(train, dev) with no text on both sides, case, spaces and Unicode's form apart. Without a
-    file for dev it is a tenth of train, by a hash: what prepare.py held out is in it."""
-    first = {}  # of each text and its copies
-    for text, _ in train:
-        first.setdefault(key(text), text)
+    """(train, dev), rows with labels, no text on both sides. Without a file for dev, it is a tenth
+    of train by prepare.py's rule: what that held out of the same file is in it."""
+    known = {copy_key(text) for text, _ in train}
     if args.dev:
-        new = [row for row in dev if key(row[0]) not in first]
+        new = [row for row in dev if copy_key(row[0]) not in known]
         if n_known := len(dev) - len(new):
             print(f"{args.dev}: left out: {n_known} of {len(dev)} texts are in {args.train} too")
-        return train, new
-    sides = [], []
-    for text, label in train:
-        sides[is_held_out(first[key(text)], 0.1)].append((text, label))
-    return sides
+        sides = train, new
+    else:
+        by_key, sides = has_copies(text for text, _ in train), ([], [])
+        for row in train:
+            sides[is_held_out(row[0], 0.1, by_key)].append(row)
+    return ([row for row in side if row[1]] for side in sides)
 
 
 def look(rows):
     """Print what a person who looks at [(text, label), ...] would doubt."""
     names = sorted({label for _, label in rows})
-    alike, parts, labels_of = {}, {}, {}
+    alike, labels_of = collections.defaultdict(list), collections.defaultdict(dict)
+    parts = {}
     for name in names:
-        alike.setdefault(key(name.removesuffix(".0")), []).append(name)
+        alike[copy_key(re.sub(r"^(\d+)\.0$", r"\1", name))].append(name)
         cut = re.split(r"[][;,|/&+'\"]", name)
-        parts[name] = frozenset(key(part) for part in cut if part.strip())
+        parts[name] = frozenset(copy_key(part) for part in cut if part.strip())
     for text, label in rows:
-        labels_of.setdefault(key(text), {})[label] = text
-    alone = frozenset().union(*(cut for cut in parts.values() if len(cut) == 1))
+        labels_of[copy_key(text)][label] = text
+    alone = {part for cut in parts.values() if len(cut) == 1 for part in cut}
     n_names = collections.Counter(parts.values())
-
-    def warn(what, found):
-        if found := list(found):
-            print(f"WARNING: {len(found)} {what}: {'; '.join(found[:5])}")
-
-    same = filter(lambda group: len(group) > 1, alike.values())
-    warn("labels differ in case, spaces or Unicode's form alone", map(" = ".join, same))
-    joined = (x for x, cut in parts.items() if len(cut) > 1 and (cut <= alone or n_names[cut] > 1))
-    warn("labels are several in one", joined)
-    mixed = filter(lambda found: len(found) > 1, labels_of.values())
-    warn("texts have several labels", (f"{min(x.values()):.40} ({', '.join(x)})" for x in mixed))
+    doubts = {
+        "classes look alike": [" = ".join(map(repr, x)) for x in alike.values() if len(x) > 1],
+        "classes are several labels": [
+            repr(name)
+            for name, cut in parts.items()
+            if len(cut) > 1 and (cut <= alone or n_names[cut] > 1)
+        ],
+        "texts have several labels": [
+            f"{min(x.values())!r:.40} ({', '.join(x)})" for x in labels_of.values() if len(x) > 1
+        ],
+    }
+    for what, found in doubts.items():
+        if found:
+            print(f"WARNING: {what} ({len(found)}): {'; '.join(found[:5])}")
     if n_copies := len(rows) - len(labels_of):
         print(f"{n_copies} texts are copies of others, case and spaces apart")
     digits = [name.strip("-+").replace(",", "").replace(".", "") for name in names]
@@ -125,12 +133,12 @@ def best_bag(rows):
     marks = "".join(char for char in chars if unicodedata.category(char)[0] == "M")
     words = TfidfVectorizer(sublinear_tf=True, token_pattern=rf"[\w{marks}]+|[^\w\s{marks}]+")
     characters = TfidfVectorizer(sublinear_tf=True, analyzer="char", ngram_range=(1, 3))
-    texts_of = collections.defaultdict(list)
+    texts_of = collections.defaultdict(dict)  # without copies, which would be on both sides
     for text, label in rows:
-        texts_of[label].append(text)
+        texts_of[label].setdefault(copy_key(text), text)
     some = []
     for label, texts in texts_of.items():
-        few = texts[:3] + texts[3 :: 1 + len(rows) // 3000]
+        few = [*texts.values()][:3] + [*texts.values()][3 :: 1 + len(rows) // 3000]
         some += [(text, label, i % 3) for i, text in enumerate(few)]
     texts, labels, third = zip(*some, strict=True)
     both = make_union(words, characters)
@@ -149,9 +157,13 @@ n_train, n_dev = (collections.Counter(label for _, label in rows) for rows in (t
 names = sorted(n_train | n_dev)
 print(*(f"{n_train[x]:9,} to train on, {n_dev[x]:7,} held out: {x}" for x in names[:50]), sep="\n")
 look(train + dev)
-if args.dev and dev and not n_train.keys() & n_dev:
-    sys.exit(f"no label of {args.dev} is in {args.train}: write them alike")
-is_enough = sum(n > 1 for n in n_train.values()) > 1  # labels, in each two thirds of the rows
+if args.dev and not n_train.keys() & n_dev:
+    advice = "give other rows, or write the labels alike"
+    sys.exit(f"{args.dev} has no new text with a label of {args.train}: {advice}")
+if one_sided := sorted(n_train.keys() ^ n_dev):
+    print(f"WARNING: classes to train on alone, or held out alone: {', '.join(one_sided[:5])}")
+pairs = collections.Counter(label for label, _ in {(y, copy_key(text)) for text, y in train})
+is_enough = sum(n > 1 for n in pairs.values()) > 1  # so that no third has all texts of a class
 if not (dev and is_enough and len(names) <= max(2, len(train) // 2)):
     sys.exit(f"{len(train)} rows, {len(dev)} held out, {len(names)} labels: give more of each")
 kind, bag = best_bag(train)
@@ -202,7 +214,7 @@ f1 = f1_score(labels, answers, average="macro", zero_division=0)
 print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows")
 if hits <= max(bag_hits, always):
     print("WARNING: that is no better than without a BERT: take the bag, or train longer")
-auto, name = "transformers.AutoModelForSequenceClassification", repr(str(out))
-print("To use it: import transformers")
-print(f"transformers.pipeline('text-classification', {name}, truncation=True)('A text.')")
-print(f"{auto}.from_pretrained({name})  # AutoTokenizer likewise")
+print(f"""To use it:
+import transformers
+transformers.pipeline("text-classification", {str(out)!r}, truncation=True)("A text.")
+transformers.AutoModelForSequenceClassification.from_pretrained({str(out)!r})""")

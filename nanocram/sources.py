@@ -12,12 +12,12 @@ import itertools
 import json
 import os
 import re
+from pathlib import Path
 
 from nanocram.safety import say_once
 
 HUB = "hf://"  # how the address of a Hub file begins
 BLOCK = 16 << 20  # bytes of a Hub file in one request; the next one comes while one is read
-ESCAPED = '\\"'  # a quote, as Spark and MySQL write it
 CELL = 1 << 24  # characters of a cell at most; a longer one is a quote that nothing closes
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
 
@@ -78,12 +78,13 @@ def explain(error):
 
 def files_in(folder):
     """What to type to read the files of a folder."""
-    names = sorted(os.listdir(folder))
-    if any(name.endswith(".arrow") for name in names):
-        table = f'datasets.load_from_disk("{folder}").to_parquet("{folder}.parquet")'
+    paths = sorted(Path(folder).rglob("*"))
+    saved = next((path.parent for path in paths if path.suffix == ".arrow"), None)
+    if saved:  # by the datasets library
+        table = f'datasets.load_from_disk("{saved}").to_parquet("{saved}.parquet")'
         return f"type python -c 'import datasets; {table}', and name the new file"
-    ending = next((os.path.splitext(name)[1] for name in names if file_kind(name)), ".txt")
-    return f"name its files, as in '{folder}/*{ending}'"
+    found = next((path for path in paths if file_kind(path.name)), Path(folder, "a.txt"))
+    return f"name its files, as in '{found.with_stem('*')}'"
 
 
 def open_bytes(path):
@@ -108,7 +109,8 @@ def read_rows(file, path, types):
     """Yield the values of each record of an open file, by {column: types that it may have}."""
     readers = {"csv": table_rows, "tsv": table_rows, "json": json_rows, "parquet": parquet_rows}
     if file_kind(path) not in readers:
-        raise ValueError("it has no columns: make it a .csv, .tsv, .jsonl, .json or .parquet")
+        kinds = ".csv (in Excel: CSV UTF-8), .tsv, .jsonl, .json or .parquet"
+        raise ValueError(f"it has no columns: make it a {kinds}")
     return readers[file_kind(path)](file, path, types)
 
 
@@ -121,12 +123,13 @@ def open_text(file, path):
 
         file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     file = io.BufferedReader(file, 1 << 20)
-    begin = file.peek(2)
+    begin, new = file.peek(2), f"OLD > NEW{os.path.splitext(path)[1]}"
     if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in begin:
-        raise ValueError("it looks like UTF-16: iconv -f UTF-16 -t UTF-8, with no BOM -f UTF-16LE")
+        advice = f"iconv -f UTF-16 -t UTF-8 {new}, with no BOM -f UTF-16LE"
+        raise ValueError(f"it looks like UTF-16: type {advice}")
     is_table = file_kind(path) in ("csv", "tsv")
     if is_table and b"\r" in begin and b"\n" not in begin:
-        raise ValueError("its lines end in a bare CR: tr '\\r' '\\n' < OLD > NEW")
+        raise ValueError(f"its lines end in a bare CR: type tr '\\r' '\\n' < {new}")
     newline = "\n" if is_table else ""  # a row may hold a lone \r
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
 
@@ -176,16 +179,19 @@ def read_object(line, file, column):
     except ValueError as e:
         error = e
     with contextlib.suppress(ValueError):
-        value, _ = json.JSONDecoder().raw_decode((line + file.read(1 << 26)).strip())
-        error = ValueError(f"no object in one line: {jq(value, column)}")
+        text = (line + file.read(1 << 26)).strip()
+        value, end = json.JSONDecoder().raw_decode(text)
+        if isinstance(value, dict) and "\n" in text[:end]:
+            error = ValueError(f"an object of several lines: type {jq(value, column)}")
     raise error
 
 
 def jq(value, column):
     """What makes lines of an object of several lines, or of the list in it that has a column."""
-    for name, part in value.items() if isinstance(value, dict) else ():
+    for name, part in value.items():
         if isinstance(part, list) and isinstance((part or [0])[0], dict) and column in part[0]:
-            return f"jq -c '.{name}[]' OLD > NEW.jsonl"
+            path = f".{name}[]" if name.isidentifier() else f".[{json.dumps(name)}][]"
+            return f"jq -c '{path}' OLD > NEW.jsonl"
     return "jq -c . OLD > NEW.jsonl"
 
 
@@ -195,16 +201,26 @@ def table_rows(file, path, types):
     header, above, delimiter = file.readline(), 0, "\t"
     if is_csv:
         bare = re.sub('"[^"]*"', "", header)
-        if of_excel := re.fullmatch(r'"?sep=(.)"?\s*', header, re.IGNORECASE):
-            bare, header, above = of_excel[1], file.readline(), 1
         delimiter = next((sign for sign in ",;\t|" if sign in bare), ",")
+        if of_excel := re.fullmatch(r'"?sep=(.)"?\s*', header, re.IGNORECASE):
+            delimiter, header, above = of_excel[1], file.readline(), 1
         if delimiter != ",":
             say_once(f"{path}: its cells are separated by {delimiter!r}, as in its header")
     late_quote = re.compile(rf'(^|[{delimiter}]) +"[^"{delimiter}\r\n]')
+    escaped = re.compile(rf'\\"[^"{delimiter}\r\n]')
+    # a cell with doubled quotes, or all cells
+    quoted = re.compile(r'(.*\t)?"[^\t]*""[^\t]*"\s*(\t|$)|"[^\t]*"(\t"[^\t]*")+\s*$')
+    # a line break in a quoted cell, whose begin or end is here; quotes within are doubled
+    torn = re.compile(r'[^"\t]*(""[^"\t]*)*"(\t|$)|(.*\t)?"[^"\t]*(""[^"\t]*)*$')
+    if_escaped, if_quoted = rewrite(delimiter, is_escaped=True), rewrite(delimiter)
 
     def check_quotes(line):
         if is_csv and ' "' in line and late_quote.search(line):
             raise csv.Error("a space stands before a quote")
+        if '\\"' in line and escaped.search(line):
+            say_once(f'{path}: \\" stays as it is; {if_escaped}')
+        if not is_csv and '"' in line and quoted.match(line):
+            say_once(f"{path}: quotes around cells stay as they are; {if_quoted}")
         return line
 
     csv.field_size_limit(CELL)
@@ -218,44 +234,33 @@ def table_rows(file, path, types):
                 pass  # a blank line
             elif names is None:
                 names = [name.strip() for name in cells]
-                check_columns(types, names, ", or put a header above, if its first line is none")
+                advice = if_quoted if header[:1] == '"' else "put a header above if that is none"
+                check_columns(types, names, f", or {advice}")
                 places = [names.index(column) for column in types]
                 n_named = max(i for i, name in enumerate(names, 1) if name)
             elif len(cells) > len(names) or any(cells[n_named:]):
                 raise csv.Error(f"it has {len(cells)} cells, and the header {n_named}")
-            elif not is_csv and len(cells) < len(names) and re.fullmatch('[^"]*"', cells[0]):
-                raise csv.Error("a .tsv has no quoted cells: write it as a .csv")
+            elif not is_csv and len(cells) < len(names) and torn.match("\t".join(cells)):
+                raise csv.Error("a .tsv has no quoted cells")
             else:
-                row = [cells[i] if i < len(cells) else None for i in places]
-                check_dialect(row, path, delimiter)
-                yield row
+                yield [cells[i] if i < len(cells) else None for i in places]
             begin = above + rows.line_num + 1 if is_csv else begin + 1
     except csv.Error as e:
-        rule = f": quote a cell that has {delimiter!r}, a quote or a line break; double its quotes"
-        if "expected after" in str(e):
-            rule = f": double a cell's quotes; {rewrite(delimiter, ESCAPED)}"
+        rule = f"quote a cell that has {delimiter!r}, a quote or a line break; double its quotes"
         if "field limit" in str(e):
-            e = f"a cell has more than {CELL:,} characters"
-            rule = ": close its quote, or make the table a .jsonl"
-        raise ValueError(f"line {begin}: {e}{rule if is_csv else ''}") from None
+            e, rule = f"a cell has more than {CELL:,} characters", "close its quote, or use .jsonl"
+        if "expected after" in str(e):
+            rule = f"double a cell's quotes; {if_escaped}"
+        raise ValueError(f"line {begin}: {e}: {rule if is_csv else if_quoted}") from None
 
 
-def check_dialect(cells, path, delimiter):
-    """Say once where quotes are written in another way than they are read."""
-    for cell in filter(None, cells):
-        is_quoted = delimiter == "\t" and cell[0] == cell[-1] == '"'
-        if ESCAPED in cell or (is_quoted and '""' in cell[1:-1]):
-            sign = ESCAPED if ESCAPED in cell else '""'
-            say_once(f"{path}: {sign} stays as it is; {rewrite(delimiter, sign)}")
-
-
-def rewrite(delimiter, sign):
-    """What makes a .csv of RFC 4180 of a table with sign for a quote."""
-    options = f"delimiter={json.dumps(delimiter)}"
-    if sign == ESCAPED:
-        options += ', escapechar="\\\\", doublequote=False'
+def rewrite(delimiter, is_escaped=False):
+    """What makes a .csv of RFC 4180 of a table with other quotes."""
+    condition = 'if \\" stands for a quote' if is_escaped else "if its cells are quoted"
+    options = f"strict=True, delimiter={json.dumps(delimiter)}"
+    options += ', escapechar="\\\\", doublequote=False' * is_escaped
     script = f"import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, {options}))"
-    return f"if {sign} stands for a quote, type python -c '{script}' < OLD > NEW.csv"
+    return f"{condition}, type python -c '{script}' < OLD > NEW.csv"
 
 
 def parquet_rows(file, _, types):
@@ -272,7 +277,7 @@ def parquet_rows(file, _, types):
 def check_type(value, column, types):
     if not isinstance(value, types | None):
         what = "text" if types is str else "label"
-        advice = "type --text_column=NAME, or make it a string or null"
+        advice = f"type --{what}_column=NAME, or make it a string or null"
         raise ValueError(f"{column!r} is {value!r:.40}, no {what}: {advice}")
     if isinstance(value, str) and not value.isascii():
         # U+FFFD for lone surrogates, which JSON may hold and UTF-8 may not

@@ -46,13 +46,14 @@ LEFT_OUT = (
         (NUMBERED, "", "12 classes, all of them numbers(.*\n)*cannot read out/none"),
         # blank labels are none, spaces are stripped, a short row is used if it has text and label
         (SHORT, "", LEFT_OUT),
-        (LABELS, "", "1 labels differ in case, .*: TRUE = True\n"),
-        (LABELS, "", r"2 labels are several in one: \['y', 'x'\]; x;y"),
-        (table(COPIES), "", r"1 texts have several labels: .* \(x, y\)\n1 texts are copies"),
-        (table(COPIES), table(COPIES[1:2]), "1 of 1 texts are in .*(.*\n)*4 rows, 0 held out"),
+        (LABELS, "", r"classes look alike \(1\): 'TRUE' = 'True'\n"),
+        (LABELS, "", r"""are several labels \(2\): "\['y', 'x'\]"; 'x;y'\n"""),
+        (table(COPIES), "", r"texts have several labels \(1\): .* \(x, y\)\n1 texts are"),
+        (table(COPIES), table(COPIES[1:2]), "1 of 1 texts are in .*(.*\n)*.* has no new text with"),
+        (HINDI, table([("न", 1), ("ई", 2)]), "alone: 0, 2\n"),
         (HINDI, "", "a bag of words: 100.0%"),
         (CHINESE, "", "a bag of .*characters has an accuracy of 100.0%"),
-        (HINDI, table([("न", "0.0")]), "1 labels differ in .*: 0 = 0.0\nno label of .* is in "),
+        (HINDI, table([("न", "0.0")]), r"alike \(1\): '0' = '0.0'\n.* has no new text with"),
         ('{"text": "a", "label": ["x", "y"]}\n', "", "'label' is .*, no label"),
     ],
 )
@@ -95,7 +96,7 @@ def test_own_labels(tmp_path, data_dir, sentences):
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
     rows = [(text, "asks" if i % 3 else "tells") for i, text in enumerate(sentences[:180])]
     rows[0] = " ".join([*sentences[:9], "[SEP]"]), "tells"
-    # copies are on the side of the first
+    # copies are on one side
     rows += [(text.upper().replace(" ", "  "), label) for text, label in rows[:40]]
     table = [("id", "body", "queue"), *((i, *row) for i, row in enumerate(rows)), (9, "x", "")]
     train, out = tmp_path / "train.csv", tmp_path / "new/labelled"
@@ -113,8 +114,7 @@ def test_own_labels(tmp_path, data_dir, sentences):
     assert re.search(r"\d+ steps, some [\d.]+ minutes more", said)
 
     pipe = transformers.pipeline("text-classification", model=str(out), truncation=True)
-    originals = [text for text, _ in rows[:180]] + [text for text, _ in rows[:40]]
-    dev = [row for row, text in zip(rows, originals, strict=True) if is_held_out(text, 0.1)]
+    dev = [row for row in rows if is_held_out("".join(row[0].lower().split()), 0.1)]
     texts, labels = zip(*dev, strict=True)
     answers = [pipe(text)[0]["label"] for text in texts]
     hits = sklearn.metrics.accuracy_score(labels, answers)

@@ -224,36 +224,29 @@ def test_the_filter_leaves_the_held_out_rows_alone(tmp_path, corpus, data_dir, p
     assert same(tmp_path / "filtered", data_dir, ["val.bin"])
 
 
-@pytest.mark.parametrize("mode", ["ascii", "none"])
+@pytest.mark.parametrize("mode", ["plain", "none"])
 def test_no_held_out_document_has_a_copy_in_train(tmp_path, corpus, prepare, monkeypatch, mode):
-    """Copies that differ in case and spaces, in the same batch and in others, are not on both
-    sides; of an older version's batches, which have no keys, all that is held out stays."""
+    """Copies that differ in case and spaces, in any batch, are held out by what they share. A set
+    that an older version began goes on by the texts alone."""
     put(monkeypatch, module, BATCH=30000)
     text = " ".join(corpus.read_text().split())
-    texts = [f"{i} été {text[60 * i : 60 * i + 55]}".strip() for i in range(1500)]
-    others = [text.title().replace(" ", "  ") for text in texts]
-    lines = [line for pair in zip(texts[:750], others, strict=False) for line in pair]
-    (tmp_path / "a.txt").write_text("\n".join(lines + texts[750:] + others[750:]))
-    settings = {"documents": "lines", "normalisation": mode, "vocab_size": 300}
-    stop = {"merge": lambda *_: sys.exit()}
-    for name in ("new", "old"):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            put(patch, module, **stop)
-            prepare(tmp_path / name, tmp_path / "a.txt", **settings)
-    for path in (tmp_path / "old").glob("batch-*"):
-        if path.suffix == ".json":
-            state = json.loads(path.read_text())
-            del state["held_out"]
-            path.write_text(json.dumps(state))
-    counts = {}
-    for name in ("new", "old"):
-        counts[name] = prepare(tmp_path / name, tmp_path / "a.txt", **settings)["counts"]
-    assert counts["new"]["copies"] > 20 and counts["old"]["copies"] == 0
-    assert counts["old"]["val_rows"] > counts["new"]["val_rows"] > 40
-    assert same(tmp_path / "new", tmp_path / "old", FILES[:2])
+    texts = [f"{i} ÉTÉ {text[60 * i : 60 * i + 55]}".strip() for i in range(1500)]
+    copies = [text.swapcase().replace(" ", "\xa0 ") for text in texts]
+    (tmp_path / "a.txt").write_text("\n".join([*texts[:700], *copies, *texts[700:]]))
+    settings = {"documents": "lines", "normalisation": mode, "vocab_size": 400}
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        put(patch, module, process_batches=lambda *_: sys.exit())
+        prepare(tmp_path / "old", tmp_path / "a.txt", **settings)
+    plan = json.loads((tmp_path / "old/plan.json").read_text())
+    (tmp_path / "old/plan.json").write_text(json.dumps({**plan, "by_key": None}))
+    by_text = sum(map(is_held_out, texts + copies))
+    by_key = 2 * sum(is_held_out("".join(text.lower().split())) for text in texts)
+    for name, n_held_out in (("old", by_text), ("new", by_key)):
+        counts = prepare(tmp_path / name, tmp_path / "a.txt", **settings)["counts"]
+        assert counts["held_out"] == n_held_out
     decode = Tokenizer(tmp_path / "new/tokenizer.json").decode
     whole = {}
-    for name in ("train.bin", "val.bin"):
+    for name in FILES[1:]:
         parts = [decode(row).split("[SEP]")[1:-1] for row in rows_of(tmp_path / "new", name)]
         whole[name] = {"".join(part.lower().split()) for row in parts for part in row}
     assert len(whole["val.bin"]) > 60 and not whole["val.bin"] & whole["train.bin"]
@@ -303,9 +296,12 @@ LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little")
         ("a.csv", "text,id,text\nbody,1,n/a\n", "two columns are named 'text': rename one"),
         ("a.csv", 'text,id\n"a\nb",1\n"Great,2\nok,3\n', "line 4: unexpected end of data"),
         ("a.csv", f"text\n{'long' * 300}\n", "line 2: a cell has more than 1,000 characters"),
-        ("a.csv", "text,id\rone,1\rtwo,2\r", "a bare CR: tr '\\r' '\\n' < OLD > NEW"),
-        ("a.tsv", "text\tid\rone\t1\rtwo\t2\r", "a bare CR: tr '\\r' '\\n' < OLD > NEW"),
-        ("a.tsv", "ham\tsee you at five\n", "or put a header above, if its first line is none"),
+        ("a.csv", "text,id\rone,1\rtwo,2\r", "a bare CR: type tr '\\r' '\\n' < OLD > NEW"),
+        ("a.tsv", "text\tid\rone\t1\rtwo\t2\r", "a bare CR: type tr '\\r' '\\n' < OLD > NEW"),
+        ("a.tsv", "ham\tsee you at five\n", "or put a header above if that is none"),
+        ("a.tsv", '"text"\t"label"\n"a"\t"b"\n', "if its cells are quoted, type python"),
+        ("a.tsv", 'text\tlabel\n"two\nlines"\tb\n', "line 2: a .tsv has no quoted cells"),
+        ("a.tsv", 'text\tid\n"a\ttab"\t1\n', "line 2: it has 3 cells, and the header 2: if its"),
         ("a.tsv", 'id\ttext\n1\t"two\nlines"\n', "line 3: a .tsv has no quoted cells"),
         ("a.txt.zst", LONG_WINDOW, "zstd -d --long=31"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": NaN}\n', "line 3: 'text' is nan, no text"),
@@ -314,10 +310,13 @@ LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little")
         ("a.json", '{"data": [{"text": "a"}]}', "jq -c '.data[]' OLD > NEW.jsonl"),
         ("a.json", '{\n "data": [\n  {"text": "a"}\n ]\n}', "jq -c '.data[]' OLD > NEW.jsonl"),
         ("a.json", '{\n "text": "a"\n}\n{\n "text": "b"\n}', "jq -c . OLD > NEW.jsonl"),
+        ("a.json", '{"a b": [{"text": "a"}]}', """jq -c '.["a b"][]' OLD"""),
+        ("a.jsonl", '{"text": "a"},\n{"text": "b"}\n', "line 1, column 14 is no whole object"),
         ("a.json", '{"body": "b", "tags": ["a"]}', "it has body, tags: type --text_column=NAME"),
         ("a.txt", "one\r\rtwo", ["one\r\r", "two"]),
         ("a.csv", 'sep=;\r\nid;text\r\n1;"a; b"\r\n', ["a; b"]),
         ("a.csv", "id|text\n1|a, b\n", ["a, b"]),
+        ("a.tsv", 'text\tid\n5" pipe\n"whole"\n', ['5" pipe', '"whole"']),
         ("a.tsv", "id\ttext\n1\ta\rb\r\n2\tok\r\n", ["a\rb", "ok"]),
         ("a.tsv", 'id\ttext\n1\t"open\n2\n3\tend"\n', ['"open', "", 'end"']),
         ("a.csv", '\ufeffid;text\r\n1;a, b\r\n2;"c;\r\nd"\r\n', ["a, b", "c;\r\nd"]),
@@ -347,6 +346,7 @@ def test_a_table_is_read_as_it_is_or_refused(tmp_path, monkeypatch, name, conten
 @pytest.mark.parametrize(
     "name, content",
     [
+        ("OLD.tsv", 'id\ttext\n"1"\t"He said ""no"" twice"\n'),
         ("OLD.tsv", 'id\ttext\n1\t"He said ""no"" twice"\n'),  # pandas and Excel
         ("OLD.csv", 'id,text\n1,He said \\"no\\" twice\n'),  # Spark
         ("OLD.csv", 'id;text\n1;"He said \\"no\\" twice"\n'),
@@ -364,12 +364,21 @@ def test_quotes_of_another_kind_are_said_with_a_command_that_mends_them(
     except ValueError as e:
         said.append(str(e))
     said += capsys.readouterr().out.splitlines()
-    (line,) = (line for line in said if "type python" in line)
+    line = next(line for line in said if "type python" in line)
     command = line.partition("type ")[2].replace(" OLD ", f" {name} ")
     command = command.replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     with open(tmp_path / "NEW.csv", "rb") as file:
         assert list(sources.read_texts(file, "NEW.csv", "text")) == ['He said "no" twice']
+
+
+def test_quotes_that_are_doubled_as_they_should_be_are_no_matter(tmp_path, capsys):
+    texts = [r"a backslash \" here", "C:\\dir\\", r"\"a is LaTeX", 'He said "no"', '"', '""']
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("text", "id"), *zip(texts, range(9), strict=False)])
+    with open(tmp_path / "a.csv", "rb") as file:
+        assert list(sources.read_texts(file, f"{tmp_path}/a.csv", "text")) == texts
+    assert not capsys.readouterr().out
 
 
 def repeated(text):

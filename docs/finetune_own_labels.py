@@ -51,15 +51,14 @@ def read(path):
     """[(text, label), ...] of a file that prepare.py reads, without rows that lack text; a label
     that is missing is ""."""
     types = dict.fromkeys(args.text_column.split(","), str)
-    if Path(path).is_dir():
-        sys.exit(f"{path} is a folder: {sources.files_in(path)}")
     if args.label_column in types:
         sys.exit(f"{args.label_column} is in --text_column, too: type --label_column=NAME")
+    types[args.label_column] = str | int | float
+    if Path(path).is_dir():
+        sys.exit(f"{path} is a folder: {sources.files_in(path)}")
     try:
         with open(path, "rb") as file:
-            found = list(
-                sources.read_rows(file, path, types | {args.label_column: str | int | float})
-            )
+            found = list(sources.read_rows(file, path, types))
     except Exception as e:  # whatever the readers of gzip, JSON or parquet raise
         sys.exit(f"{path}: {' '.join(str(e).split()) or repr(e)}")
     rows = []
@@ -129,7 +128,7 @@ def look(rows):
 
 def best_bag(rows):
     """(name, model) of the bag that is best at some 3,000 rows by cross-validation in thirds."""
-    chars = map(chr, range(sys.maxunicode))  # a word keeps its marks, which are vowels in India
+    chars = map(chr, range(sys.maxunicode))  # vowel signs of India are marks, and part of a word
     marks = "".join(char for char in chars if unicodedata.category(char)[0] == "M")
     words = TfidfVectorizer(sublinear_tf=True, token_pattern=rf"[\w{marks}]+|[^\w\s{marks}]+")
     characters = TfidfVectorizer(sublinear_tf=True, analyzer="char", ngram_range=(1, 3))
@@ -138,8 +137,9 @@ def best_bag(rows):
         texts_of[label].setdefault(copy_key(text), text)
     some = []
     for label, texts in texts_of.items():
-        few = [*texts.values()][:3] + [*texts.values()][3 :: 1 + len(rows) // 3000]
-        some += [(text, label, i % 3) for i, text in enumerate(few)]
+        texts = [*texts.values()]
+        texts = texts[:3] + texts[3 :: 1 + len(rows) // 3000]
+        some += [(text, label, i % 3) for i, text in enumerate(texts)]
     texts, labels, third = zip(*some, strict=True)
     both = make_union(words, characters)
     kinds = {"words": words, "characters": characters, "words and characters": both}
@@ -161,7 +161,7 @@ if args.dev and not n_train.keys() & n_dev:
     advice = "give other rows, or write the labels alike"
     sys.exit(f"{args.dev} has no new text with a label of {args.train}: {advice}")
 if one_sided := sorted(n_train.keys() ^ n_dev):
-    print(f"WARNING: classes to train on alone, or held out alone: {', '.join(one_sided[:5])}")
+    print(f"WARNING: classes to train on only or held out only: {', '.join(one_sided[:5])}")
 pairs = collections.Counter(label for label, _ in {(y, copy_key(text)) for text, y in train})
 is_enough = sum(n > 1 for n in pairs.values()) > 1  # so that no third has all texts of a class
 if not (dev and is_enough and len(names) <= max(2, len(train) // 2)):

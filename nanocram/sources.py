@@ -234,8 +234,9 @@ def table_rows(file, path, types):
                 pass  # a blank line
             elif names is None:
                 names = [name.strip() for name in cells]
-                advice = if_quoted if header[:1] == '"' else "put a header above if that is none"
-                check_columns(types, names, f", or {advice}")
+                advice = "if the first line is no header, put one above it"
+                advice = if_quoted if header.startswith('"') else advice
+                check_columns(types, names, f"; {advice}")
                 places = [names.index(column) for column in types]
                 n_named = max(i for i, name in enumerate(names, 1) if name)
             elif len(cells) > len(names) or any(cells[n_named:]):

@@ -50,7 +50,7 @@ LEFT_OUT = (
         (LABELS, "", r"""are several labels \(2\): "\['y', 'x'\]"; 'x;y'\n"""),
         (table(COPIES), "", r"texts have several labels \(1\): .* \(x, y\)\n1 texts are"),
         (table(COPIES), table(COPIES[1:2]), "1 of 1 texts are in .*(.*\n)*.* has no new text with"),
-        (HINDI, table([("न", 1), ("ई", 2)]), "alone: 0, 2\n"),
+        (HINDI, table([("न", 1), ("ई", 2)]), "held out only: 0, 2\n"),
         (HINDI, "", "a bag of words: 100.0%"),
         (CHINESE, "", "a bag of .*characters has an accuracy of 100.0%"),
         (HINDI, table([("न", "0.0")]), r"alike \(1\): '0' = '0.0'\n.* has no new text with"),

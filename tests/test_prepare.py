@@ -298,7 +298,7 @@ LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little")
         ("a.csv", f"text\n{'long' * 300}\n", "line 2: a cell has more than 1,000 characters"),
         ("a.csv", "text,id\rone,1\rtwo,2\r", "a bare CR: type tr '\\r' '\\n' < OLD > NEW"),
         ("a.tsv", "text\tid\rone\t1\rtwo\t2\r", "a bare CR: type tr '\\r' '\\n' < OLD > NEW"),
-        ("a.tsv", "ham\tsee you at five\n", "or put a header above if that is none"),
+        ("a.tsv", "ham\tsee you at five\n", "if the first line is no header, put one above"),
         ("a.tsv", '"text"\t"label"\n"a"\t"b"\n', "if its cells are quoted, type python"),
         ("a.tsv", 'text\tlabel\n"two\nlines"\tb\n', "line 2: a .tsv has no quoted cells"),
         ("a.tsv", 'text\tid\n"a\ttab"\t1\n', "line 2: it has 3 cells, and the header 2: if its"),

@@ -206,10 +206,9 @@ def table_rows(file, path, types):
             delimiter, header, above = of_excel[1], file.readline(), 1
         if delimiter != ",":
             say_once(f"{path}: its cells are separated by {delimiter!r}, as in its header")
-    late_quote = re.compile(rf'(^|[{delimiter}]) +"[^"{delimiter}\r\n]')
-    escaped = re.compile(rf'\\"[^"{delimiter}\r\n]')
-    # a cell with doubled quotes, or all cells
-    quoted = re.compile(r'(.*\t)?"[^\t]*""[^\t]*"\s*(\t|$)|"[^\t]*"(\t"[^\t]*")+\s*$')
+    sign = re.escape(delimiter)
+    late_quote = re.compile(rf'(^|{sign}) +"[^"{sign}\r\n]')
+    escaped = re.compile(rf'\\"[^"{sign}\r\n]')
     # a line break in a quoted cell, whose begin or end is here; quotes within are doubled
     torn = re.compile(r'[^"\t]*(""[^"\t]*)*"(\t|$)|(.*\t)?"[^"\t]*(""[^"\t]*)*$')
     if_escaped, if_quoted = rewrite(delimiter, is_escaped=True), rewrite(delimiter)
@@ -219,7 +218,7 @@ def table_rows(file, path, types):
             raise csv.Error("a space stands before a quote")
         if '\\"' in line and escaped.search(line):
             say_once(f'{path}: \\" stays as it is; {if_escaped}')
-        if not is_csv and '"' in line and quoted.match(line):
+        if not is_csv and '"' in line and are_quoted(line.strip().split("\t")):
             say_once(f"{path}: quotes around cells stay as they are; {if_quoted}")
         return line
 
@@ -253,6 +252,12 @@ def table_rows(file, path, types):
         if "expected after" in str(e):
             rule = f"double a cell's quotes; {if_escaped}"
         raise ValueError(f"line {begin}: {e}: {rule if is_csv else if_quoted}") from None
+
+
+def are_quoted(cells):
+    """Whether quotes surround all cells of a .tsv, or one that has doubled ones."""
+    quoted = [cell[1:-1] for cell in cells if len(cell) > 1 and cell[0] == cell[-1] == '"']
+    return len(cells) == len(quoted) > 1 or any('""' in cell for cell in quoted)
 
 
 def rewrite(delimiter, is_escaped=False):

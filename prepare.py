@@ -63,6 +63,7 @@ SETTINGS = configure(globals())
 
 BATCH = 1 << 23  # characters
 PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
+WHITE = bytes([*range(9, 14), *range(28, 33)])  # white space of ASCII
 MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
 load_tokenizer = functools.cache(Tokenizer)  # once in a process
 
@@ -146,8 +147,9 @@ def read_batches(files, place, least=None):
 
 def copy_key(text):
     """The bytes that copies share which differ in case, white space and Unicode's form alone."""
-    text = text if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
-    return text.encode("utf-8", "replace").lower().translate(None, b" \t\n\v\f\r")
+    if not text.isascii():
+        text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return text.encode("utf-8", "replace").lower().translate(None, WHITE)
 
 
 def has_copies(texts):

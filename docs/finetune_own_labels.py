@@ -64,7 +64,8 @@ def read(path):
     rows = []
     for *texts, label in found:
         label = "" if label is None or label != label else str(label)  # NaN is not itself
-        rows.append((" ".join(filter(None, texts)).strip(), " ".join(label.split())))
+        label = " ".join(re.sub("[\u200b\u2060\ufeff]", " ", label).split())  # no width
+        rows.append((" ".join(filter(None, texts)).strip(), label))
     if sum("\ufffd" in text + label for text, label in rows) > len(rows) / 100:
         advice = f"iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW{Path(path).suffix}"
         sys.exit(f"{path} is not UTF-8: if it is of Western Europe, type {advice}")
@@ -95,21 +96,25 @@ def look(rows):
     """Print what a person who looks at [(text, label), ...] would doubt."""
     names = sorted({label for _, label in rows})
     alike, labels_of = collections.defaultdict(list), collections.defaultdict(dict)
-    parts = {}
+    parts, n_with = {}, collections.Counter()
     for name in names:
-        alike[copy_key(re.sub(r"^(\d+)\.0$", r"\1", name))].append(name)
-        cut = re.split(r"[][;,|/&+'\"]", name)
+        alike[copy_key(re.sub(r"^([-+]?\d+)\.0+$", r"\1", name))].append(name)
+        cut = re.split(r"[][;,|/&+'\"、，،；]", name)
         parts[name] = frozenset(copy_key(part) for part in cut if part.strip())
+        n_with.update(parts[name])
     for text, label in rows:
         labels_of[copy_key(text)][label] = text
     alone = {part for cut in parts.values() if len(cut) == 1 for part in cut}
     n_names = collections.Counter(parts.values())
+
+    def is_several(name, cut):
+        is_list = re.search("[];|；]", name) and max(map(n_with.get, cut)) > 1
+        return len(cut) > 1 and (is_list or cut <= alone or n_names[cut] > 1)
+
     doubts = {
         "classes look alike": [" = ".join(map(repr, x)) for x in alike.values() if len(x) > 1],
         "classes are several labels": [
-            repr(name)
-            for name, cut in parts.items()
-            if len(cut) > 1 and (cut <= alone or n_names[cut] > 1)
+            repr(name) for name, cut in parts.items() if is_several(name, cut)
         ],
         "texts have several labels": [
             f"{min(x.values())!r:.40} ({', '.join(x)})" for x in labels_of.values() if len(x) > 1

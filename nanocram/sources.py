@@ -63,7 +63,7 @@ def hub_files(name):
 
 def explain(error):
     """What went wrong with a source, in one line, and what helps, where that is known."""
-    why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    why = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     hints = {
         "offlinemode": "unset HF_HUB_OFFLINE, or give files of your own",
         "(localentrynotfound|connect)": "",  # no hint, so that read_file() tries again
@@ -78,7 +78,7 @@ def explain(error):
 
 def files_in(folder):
     """What to type to read the files of a folder."""
-    paths = sorted(Path(folder).rglob("*"))
+    paths = sorted(Path(folder).rglob("*"), key=lambda path: ("train" not in path.parts, path))
     saved = next((path.parent for path in paths if path.suffix == ".arrow"), None)
     if saved:  # by the datasets library
         table = f'datasets.load_from_disk("{saved}").to_parquet("{saved}.parquet")'
@@ -123,7 +123,8 @@ def open_text(file, path):
 
         file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     file = io.BufferedReader(file, 1 << 20)
-    begin, new = file.peek(2), f"OLD > NEW{os.path.splitext(path)[1]}"
+    begin = file.peek(2)
+    new = f"OLD > NEW{os.path.splitext(re.sub('.(gz|zst)$', '', path.lower()))[1]}"
     if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in begin:
         advice = f"iconv -f UTF-16 -t UTF-8 {new}, with no BOM -f UTF-16LE"
         raise ValueError(f"it looks like UTF-16: type {advice}")
@@ -149,7 +150,7 @@ def split_documents(file, by_line=False):
 
 def json_rows(file, path, types):
     """Rows of the objects in the lines of a file, or in the one list that it is."""
-    file, column = open_text(file, path), next(iter(types))
+    file = open_text(file, path)
     first = file.readline()
     is_list = first.lstrip().startswith("[")
     parts = json.loads(first + file.read()) if is_list else itertools.chain([first], file)
@@ -159,12 +160,12 @@ def json_rows(file, path, types):
             if not is_list:
                 if not record.strip():
                     continue
-                record = read_object(record, file, column)
+                record = read_object(record, file, types)
             if not isinstance(record, dict):
                 raise ValueError(f"{json.dumps(record):.40} is no object: take it out")
             if names is None:
-                names, advice = list(record), jq(record, column)
-                check_columns(types, names, f", or {advice}" if "[]" in advice else "")
+                names = list(record)
+                check_record(record, types)
             yield [check_type(record.get(name), name, types[name]) for name in types]
         except ValueError as e:  # of a JSONDecodeError its msg, without a line within the line
             where = f"record {number}" if is_list else f"line {number}"
@@ -172,27 +173,29 @@ def json_rows(file, path, types):
             raise ValueError(f"{where}: {getattr(e, 'msg', e)}") from None
 
 
-def read_object(line, file, column):
+def read_object(line, file, types):
     """The value of a line. Raises ValueError, with what helps if it goes on in the next ones."""
     try:
         return json.loads(line)
     except ValueError as e:
         error = e
+    text, value, end = (line + file.read(1 << 26)).strip(), None, 0
     with contextlib.suppress(ValueError):
-        text = (line + file.read(1 << 26)).strip()
         value, end = json.JSONDecoder().raw_decode(text)
-        if isinstance(value, dict) and "\n" in text[:end]:
-            error = ValueError(f"an object of several lines: type {jq(value, column)}")
+    if isinstance(value, dict) and "\n" in text[:end]:
+        check_record(value, types)
+        raise ValueError("an object of several lines: type jq -c . OLD > NEW.jsonl")
     raise error
 
 
-def jq(value, column):
-    """What makes lines of an object of several lines, or of the list in it that has a column."""
-    for name, part in value.items():
+def check_record(record, types):
+    """check_columns() of an object; it may hold a list of those that are meant."""
+    column, hint = next(iter(types)), ""
+    for name, part in record.items():
         if isinstance(part, list) and isinstance((part or [0])[0], dict) and column in part[0]:
             path = f".{name}[]" if name.isidentifier() else f".[{json.dumps(name)}][]"
-            return f"jq -c '{path}' OLD > NEW.jsonl"
-    return "jq -c . OLD > NEW.jsonl"
+            hint = f", or jq -c '{path}' OLD > NEW.jsonl"
+    check_columns(types, list(record), hint)
 
 
 def table_rows(file, path, types):
@@ -234,7 +237,7 @@ def table_rows(file, path, types):
             elif names is None:
                 names = [name.strip() for name in cells]
                 advice = "if the first line is no header, put one above it"
-                advice = if_quoted if header.startswith('"') else advice
+                advice = if_quoted if not is_csv and header.startswith('"') else advice
                 check_columns(types, names, f"; {advice}")
                 places = [names.index(column) for column in types]
                 n_named = max(i for i, name in enumerate(names, 1) if name)
@@ -249,6 +252,8 @@ def table_rows(file, path, types):
         rule = f"quote a cell that has {delimiter!r}, a quote or a line break; double its quotes"
         if "field limit" in str(e):
             e, rule = f"a cell has more than {CELL:,} characters", "close its quote, or use .jsonl"
+        if "new-line character" in str(e):
+            e, rule = "a bare CR stands in it", "type tr '\\r' '\\n' < OLD > NEW.csv"
         if "expected after" in str(e):
             rule = f"double a cell's quotes; {if_escaped}"
         raise ValueError(f"line {begin}: {e}: {rule if is_csv else if_quoted}") from None
@@ -262,10 +267,14 @@ def are_quoted(cells):
 
 def rewrite(delimiter, is_escaped=False):
     """What makes a .csv of RFC 4180 of a table with other quotes."""
-    condition = 'if \\" stands for a quote' if is_escaped else "if its cells are quoted"
-    options = f"strict=True, delimiter={json.dumps(delimiter)}"
-    options += ', escapechar="\\\\", doublequote=False' * is_escaped
-    script = f"import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, {options}))"
+    condition, modules = "if its cells are quoted", "csv, sys"
+    lines, options = 'open(0, encoding="utf-8-sig", newline="")', "strict=True"
+    if is_escaped:  # another backslash stays
+        condition, modules = 'if \\" stands for a quote', "csv, re, sys"
+        lines = rf'(re.sub(r"\\(?!\")", r"\\\\", line) for line in {lines})'
+        options = r'escapechar="\\", doublequote=False'
+    rows = f"csv.reader({lines}, delimiter={json.dumps(delimiter)}, {options})"
+    script = f"import {modules}; csv.writer(sys.stdout).writerows({rows})"
     return f"{condition}, type python -c '{script}' < OLD > NEW.csv"
 
 

@@ -28,7 +28,8 @@ def table(rows):
 # words of Devanagari with the same letters and vowel signs; a clause of Chinese, without spaces
 HINDI = table((f"{['कि मा', 'का मि'][i % 2]} {i // 2}", i % 2) for i in range(300))
 CHINESE = table((f"房{chr(20000 + i)}间{'大小'[i % 2]}很", i % 2) for i in range(300))
-LABELS = table(zip("abcdef", ["True", "TRUE", "x;y", "x", "y", "['y', 'x']"], strict=True))
+LABELS = ["True", "TRUE\u200b", "True\ufeff", "x;y", "x", "y", "['y', 'x']", "R&B", "y;z", "5/z"]
+LABELS = table(zip("abcdefghij", LABELS, strict=True))
 COPIES = [("a  fine day", "x"), ("A fine day", "y"), ("grey", "x"), ("wet", "y")]
 SHORT = "label,text,note\npos,a,x\n" + "neg ,b\n" * 40 + " ,c,x\npos,,x\n,d\npos,e\n"
 LEFT_OUT = (
@@ -47,7 +48,7 @@ LEFT_OUT = (
         # blank labels are none, spaces are stripped, a short row is used if it has text and label
         (SHORT, "", LEFT_OUT),
         (LABELS, "", r"classes look alike \(1\): 'TRUE' = 'True'\n"),
-        (LABELS, "", r"""are several labels \(2\): "\['y', 'x'\]"; 'x;y'\n"""),
+        (LABELS, "", r"""are several labels \(3\): "\['y', 'x'\]"; 'x;y'; 'y;z'\n"""),
         (table(COPIES), "", r"texts have several labels \(1\): .* \(x, y\)\n1 texts are"),
         (table(COPIES), table(COPIES[1:2]), "1 of 1 texts are in .*(.*\n)*.* has no new text with"),
         (HINDI, table([("न", 1), ("ई", 2)]), "held out only: 0, 2\n"),

@@ -296,6 +296,8 @@ LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little")
         ("a.csv", "text,id,text\nbody,1,n/a\n", "two columns are named 'text': rename one"),
         ("a.csv", 'text,id\n"a\nb",1\n"Great,2\nok,3\n', "line 4: unexpected end of data"),
         ("a.csv", f"text\n{'long' * 300}\n", "line 2: a cell has more than 1,000 characters"),
+        ("a.csv", "text,id\none,1\rtwo,2\n", "line 2: a bare CR stands in it: type tr"),
+        ("a.csv", '"3","Wall St."\n"4","b"\n', "if the first line is no header, put one above"),
         ("a.csv", "text,id\rone,1\rtwo,2\r", "a bare CR: type tr '\\r' '\\n' < OLD > NEW"),
         ("a.tsv", "text\tid\rone\t1\rtwo\t2\r", "a bare CR: type tr '\\r' '\\n' < OLD > NEW"),
         ("a.tsv", "ham\tsee you at five\n", "if the first line is no header, put one above"),
@@ -310,6 +312,7 @@ LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little")
         ("a.json", '{"data": [{"text": "a"}]}', "jq -c '.data[]' OLD > NEW.jsonl"),
         ("a.json", '{\n "data": [\n  {"text": "a"}\n ]\n}', "jq -c '.data[]' OLD > NEW.jsonl"),
         ("a.json", '{\n "text": "a"\n}\n{\n "text": "b"\n}', "jq -c . OLD > NEW.jsonl"),
+        ("a.json", '{\n "data": [{"body": 1}]}', "it has data: type --text_column=NAME"),
         ("a.json", '{"a b": [{"text": "a"}]}', """jq -c '.["a b"][]' OLD"""),
         ("a.jsonl", '{"text": "a"},\n{"text": "b"}\n', "line 1, column 14 is no whole object"),
         ("a.json", '{"body": "b", "tags": ["a"]}', "it has body, tags: type --text_column=NAME"),
@@ -346,10 +349,10 @@ def test_a_table_is_read_as_it_is_or_refused(tmp_path, monkeypatch, name, conten
 @pytest.mark.parametrize(
     "name, content",
     [
-        ("OLD.tsv", 'id\ttext\n"1"\t"He said ""no"" twice"\n'),
-        ("OLD.tsv", 'id\ttext\n1\t"He said ""no"" twice"\n'),  # pandas and Excel
-        ("OLD.csv", 'id,text\n1,He said \\"no\\" twice\n'),  # Spark
-        ("OLD.csv", 'id;text\n1;"He said \\"no\\" twice"\n'),
+        ("OLD.tsv", '\ufeffid\ttext\n"1"\t"He said ""no"" to C:\\new"\n'),
+        ("OLD.tsv", 'id\ttext\n1\t"He said ""no"" to C:\\new"\n'),  # pandas and Excel
+        ("OLD.csv", 'id,text\n1,He said \\"no\\" to C:\\new\n'),  # Spark
+        ("OLD.csv", 'id;text\n1;"He said \\"no\\" to C:\\new"\n'),
     ],
 )
 def test_quotes_of_another_kind_are_said_with_a_command_that_mends_them(
@@ -369,7 +372,7 @@ def test_quotes_of_another_kind_are_said_with_a_command_that_mends_them(
     command = command.replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     with open(tmp_path / "NEW.csv", "rb") as file:
-        assert list(sources.read_texts(file, "NEW.csv", "text")) == ['He said "no" twice']
+        assert list(sources.read_texts(file, "NEW.csv", "text")) == ['He said "no" to C:\\new']
 
 
 def test_quotes_that_are_doubled_as_they_should_be_are_no_matter(tmp_path, capsys):

@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -32,8 +31,11 @@ import torch
 from forked import Server
 from safetensors.torch import load_file
 
+import train as module
 from model import MaskedLM
 from nanocram import machine, model_folder, runlog
+from nanocram.data import Rows, load_meta
+from nanocram.tokenizer import Tokenizer
 
 PLOT = runlog.plot
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
@@ -141,15 +143,13 @@ def server(tmp_path_factory):
 @pytest.fixture
 def train(monkeypatch, data_dir, tmp_path):
     """The train module with the settings of a small run; set others with put()."""
-    import train
-
     # Seconds of work, and many of them in bfloat16 where that is not native.
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)
     # Most of a small save: who looks at loss.png puts PLOT back.
     monkeypatch.setattr(runlog, "plot", lambda folder: None)
     folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
-    put(monkeypatch, train, typed=set(), **(SMALL_MODEL | folders))
-    return train
+    put(monkeypatch, module, typed=set(), **(SMALL_MODEL | folders))
+    return module
 
 
 def put(monkeypatch, module, **settings):
@@ -161,9 +161,7 @@ def put(monkeypatch, module, **settings):
 
 def model_config(**changes):
     """A ModelConfig of train.py's settings, but for changes."""
-    import train
-
-    return replace(train.model_config(), **changes)
+    return replace(module.model_config(), **changes)
 
 
 def random_model(**changes):
@@ -199,23 +197,10 @@ def table_cells(text):
 
 def new_run(amp_dtype=torch.float32):
     """A Run of train.py as it is set, on the CPU."""
-    import train
-    from nanocram.data import Rows, load_meta
-    from nanocram.tokenizer import Tokenizer
-
-    folder = Path(train.data_dir)
-    rows = Rows(folder / "train.bin", train.seq_len)
+    folder = Path(module.data_dir)
+    rows = Rows(folder / "train.bin", module.seq_len)
     tokenizer = Tokenizer(folder / "tokenizer.json")
-    return train.Run(rows, load_meta(folder), tokenizer, torch.device("cpu"), amp_dtype)
-
-
-def run_on(rows):
-    """As much of a train.Run as masking may ask for, on rows in which each token begins a word."""
-    import train
-
-    begins_word = torch.ones(1 + rows.max(), dtype=torch.bool)
-    fetch = SimpleNamespace(fetch=lambda first_row, n_rows: rows[first_row:][:n_rows].clone())
-    return SimpleNamespace(rows=fetch, begins_word=begins_word, state=train.State())
+    return module.Run(rows, load_meta(folder), tokenizer, torch.device("cpu"), amp_dtype)
 
 
 def randomise(model):

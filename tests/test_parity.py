@@ -7,11 +7,12 @@ docs/how_it_works.md.
 
 import copy
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, model_config, run_on
+from conftest import ROOT, model_config
 
 import train
 from model import Classifier, MaskedLM
@@ -107,10 +108,13 @@ def test_what_is_hidden_of_a_row(paper):
     """So many in each row, of each kind; anywhere but at [CLS], every place as likely."""
     n = sum(paper["hidden"])
     assert {train.row_shape(t) for t in MOMENTS} == {(128, n)}
+    torch.manual_seed(0)
     # Tokens from 10 on: a [MASK] is nothing else, and a random token hardly ever the one before.
     rows = torch.randint(10, train.vocab_size, (4000, 128))
     rows[:, 0] = 1  # [CLS]
-    ids, positions, labels = train.masked_batch(run_on(rows), 0, len(rows), (128, n))
+    begins_word = torch.ones(train.vocab_size, dtype=torch.bool)  # for a fork's masking
+    run = SimpleNamespace(begins_word=begins_word, state=train.State())
+    ids, positions, labels = train.draw_masks(run, rows, n)
     assert torch.equal(labels, rows.gather(1, positions))
     assert all(len(set(row)) == n for row in positions.tolist())
     seen = ids.gather(1, positions)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SMALL_DATA, SMALL_MODEL, flags, write_model
 
-import train  # noqa: F401  each row has a new one
 from nanocram import machine
 
 BASE = {
@@ -102,7 +101,7 @@ def test_a_slip_ends_in_one_line(folder, monkeypatch, name, slip, words):
     """Nothing is finished, and no file of another is touched."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [name, *flags(**BASE[name]), *slip.split()])
-    monkeypatch.delitem(sys.modules, "train")  # bench.py changes its settings
+    monkeypatch.delitem(sys.modules, "train")  # for a new one: bench.py changes it
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)  # takes seconds
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / name), run_name="__main__")

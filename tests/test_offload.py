@@ -11,7 +11,7 @@ from test_model import BERT, CRAMMED, EACH_SWITCH, model_or_skip
 import train as module
 from nanocram import runlog
 from nanocram.edits import check_streaming
-from nanocram.offload import padded
+from nanocram.offload import Streamed, padded
 
 
 @pytest.fixture
@@ -26,11 +26,6 @@ def step(run, progress):
     """(loss, norm of the gradient) of a step of train.py."""
     module.train_step(run, progress)
     return run.state.last["loss"], run.state.last["grad_norm"]
-
-
-def streamed_of(run):
-    """The Streamed behind a run's model."""
-    return run.model.forward.__self__
 
 
 def assert_equal(tensors, others):
@@ -76,12 +71,12 @@ def test_a_pass_that_finds_no_memory_leaves_nothing(setting, monkeypatch):
     setting(offload=True)
     tried, fresh = new_run(), new_run()
 
-    def no_memory(group):
+    def no_memory(streamed, group):
         raise torch.OutOfMemoryError("out of memory")
 
     loss = tried.loss_fn(*module.masked_batch(tried, 64, tried.micro_batch, (128, 20)))["loss"]
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(streamed_of(tried), "copy_to_host", no_memory)  # after the last block
+        patch.setattr(Streamed, "copy_to_host", no_memory)  # after the last block
         loss.backward()
     tried.model.zero_grad()
     assert step(tried, 0.9) == step(fresh, 0.9)
@@ -91,7 +86,7 @@ def test_device_memory_holds_two_blocks(setting):
     """Of weights and of gradients, beside what is outside of the blocks; all of them aligned."""
     setting(offload=True, n_layer=5, n_embd=18, n_head=3, n_inner=27)
     run = new_run()
-    twins = list(streamed_of(run).twin.parameters())
+    twins = list(run.twin.parameters())
     assert all(p.data_ptr() % 16 == 0 for p in twins)
     storages = {t.untyped_storage() for p in twins for t in (p, p.grad)}
     sizes = {storage.data_ptr(): storage.nbytes() // 4 for storage in storages}

@@ -25,18 +25,11 @@ AWKWARD = [
 
 
 @pytest.fixture(scope="module", params=["ascii", "plain", "none"])
-def tokenizer_files(request, tmp_path_factory, texts):
-    """A folder with the files of a trained vocabulary, for each normalisation."""
+def pair(request, tmp_path_factory, texts):
+    """(our Tokenizer, transformers' AutoTokenizer) of a vocabulary, for each normalisation."""
     folder = tmp_path_factory.mktemp(request.param)
     train_tokenizer(texts[:60], 2000, request.param, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def pair(tokenizer_files):
-    """(our Tokenizer, transformers' AutoTokenizer) of one vocabulary."""
-    ours = Tokenizer(tokenizer_files / "tokenizer.json")
-    return ours, AutoTokenizer.from_pretrained(tokenizer_files)
+    return Tokenizer(folder / "tokenizer.json"), AutoTokenizer.from_pretrained(folder)
 
 
 def agree(pair, text):

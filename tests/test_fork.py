@@ -281,10 +281,6 @@ TEACHER = """    import copy
 """
 CLOSURE = "    usual = torch.zeros(())\n\n"
 LOST = {  # state that no checkpoint has: [(file, before what, new lines)], what is said
-    "an attribute": (
-        [("train.py", STEPPED, '    run.noise = measured["grad_norm"]\n')],
-        r"a step changes run\.noise,",
-    ),
     "a global": (
         [("train.py", STEPPED, "    global UNIT\n    UNIT += 1\n")],
         "a step changes UNIT,",

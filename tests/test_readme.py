@@ -67,12 +67,9 @@ def test_files_flags_recipes_and_values_of_commands_exist(monkeypatch):
             for module in modules.values():  # put back before the next
                 for setting in module.SETTINGS:
                     patch.setattr(module, setting, getattr(module, setting))
-            try:
-                configure(vars(modules[name]), list(args), train if name == "bench.py" else None)
-                if name == "train.py":
-                    train.check_settings(torch.device("cpu"))
-            except SystemExit as e:
-                pytest.fail(f"{name} {' '.join(args)}: {e}")
+            configure(vars(modules[name]), list(args), train if name == "bench.py" else None)
+            if name == "train.py":
+                train.check_settings(torch.device("cpu"))
 
 
 # What can run here runs

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ SETTINGS = SMALL_MODEL | CHANGES
 
 # The second rank alone has no room for more than eight rows at a time.
 SCRIPT = """
-import sys
+import os, pathlib, sys
 sys.path.insert(0, ROOT)
 import torch
 import train
@@ -34,6 +33,7 @@ def limited(run, *args):
     return seconds
 
 train.take_all_passes = limited
+pathlib.Path(__file__).with_name(os.environ["RANK"] + ".pid").write_text(str(os.getpid()))
 settings.configure(vars(train), sys.argv[1:])
 train.main()
 """
@@ -65,14 +65,6 @@ def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
     assert_same_course(tmp_path / "two", tmp_path / "one", 2e-5, of_weights=2e-4)
 
 
-def worker(launcher, rank):
-    """The process number of a rank that torchrun has started."""
-    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    for child in children:
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
-
-
 @pytest.mark.slow
 def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path):
     """No room on one of two: both halve micro_batch. SIGTERM to one: all save. kill -9 to one: no
@@ -85,7 +77,7 @@ def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path
     ranks = torchrun(tmp_path, **settings | {"micro_batch": 16}, out_dir=out)
     wait_for_step(out, 6, ranks)
     assert runlog.read_facts(out)["rows_per_pass"] == 8
-    os.kill(worker(ranks, 1), signal.SIGTERM)
+    os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGTERM)
     said, _ = ranks.communicate(timeout=60)
     assert ranks.returncode == 0 and "stopped at step" in said, said
     reached = torch.load(out / "ckpt.pt", weights_only=True)["state"]["step"]
@@ -93,7 +85,7 @@ def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path
 
     ranks = torchrun(tmp_path, **settings, out_dir=out, init="resume")
     wait_for_step(out, reached + 4, ranks)
-    os.kill(worker(ranks, 1), signal.SIGKILL)
+    os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGKILL)
     said, _ = ranks.communicate(timeout=60)
     assert ranks.returncode != 0 and "resumed at step" in said, said
     assert "--init=resume" in said, said  # a rank that is left says what to type

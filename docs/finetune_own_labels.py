@@ -108,7 +108,7 @@ def look(rows):
     n_names = collections.Counter(parts.values())
 
     def is_several(name, cut):
-        is_list = re.search("[];|；]", name) and max(map(n_with.get, cut)) > 1
+        is_list = re.search("[];|；]", name) and any(n_with[part] > 1 for part in cut)
         return len(cut) > 1 and (is_list or cut <= alone or n_names[cut] > 1)
 
     doubts = {

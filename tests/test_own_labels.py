@@ -28,7 +28,7 @@ def table(rows):
 # words of Devanagari with the same letters and vowel signs; a clause of Chinese, without spaces
 HINDI = table((f"{['कि मा', 'का मि'][i % 2]} {i // 2}", i % 2) for i in range(300))
 CHINESE = table((f"房{chr(20000 + i)}间{'大小'[i % 2]}很", i % 2) for i in range(300))
-LABELS = ["True", "TRUE\u200b", "True\ufeff", "x;y", "x", "y", "['y', 'x']", "R&B", "y;z", "5/z"]
+LABELS = ["True", "TRUE\u200b", "True\ufeff", "x;y", "x", "y", "['y', 'x']", "[]", "y;z", "R&B"]
 LABELS = table(zip("abcdefghij", LABELS, strict=True))
 COPIES = [("a  fine day", "x"), ("A fine day", "y"), ("grey", "x"), ("wet", "y")]
 SHORT = "label,text,note\npos,a,x\n" + "neg ,b\n" * 40 + " ,c,x\npos,,x\n,d\npos,e\n"

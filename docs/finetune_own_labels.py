@@ -124,7 +124,7 @@ def look(rows):
         if found:
             print(f"WARNING: {what} ({len(found)}): {'; '.join(found[:5])}")
     if n_copies := len(rows) - len(labels_of):
-        print(f"{n_copies} texts are copies of others, case and spaces apart")
+        print(f"{n_copies} texts are copies of others, but for case and spaces")
     digits = [name.strip("-+").replace(",", "").replace(".", "") for name in names]
     if len(names) >= 10 and all(map(str.isdecimal, digits)):
         what = f"is {args.label_column} a label?"

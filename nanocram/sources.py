@@ -78,7 +78,8 @@ def explain(error):
 
 def files_in(folder):
     """What to type to read the files of a folder."""
-    paths = sorted(Path(folder).rglob("*"), key=lambda path: ("train" not in path.parts, path))
+    some = itertools.islice(Path(folder).rglob("*"), 10000)
+    paths = sorted(some, key=lambda path: ("train" not in path.parts, path))
     saved = next((path.parent for path in paths if path.suffix == ".arrow"), None)
     if saved:  # by the datasets library
         table = f'datasets.load_from_disk("{saved}").to_parquet("{saved}.parquet")'
@@ -268,12 +269,12 @@ def are_quoted(cells):
 def rewrite(delimiter, is_escaped=False):
     """What makes a .csv of RFC 4180 of a table with other quotes."""
     condition, modules = "if its cells are quoted", "csv, sys"
-    lines, options = 'open(0, encoding="utf-8-sig", newline="")', "strict=True"
-    if is_escaped:  # another backslash stays
+    lines, options = 'open(0, encoding="utf-8-sig", newline="")', ""
+    if is_escaped:  # backslashes that stand before no quote stay
         condition, modules = 'if \\" stands for a quote', "csv, re, sys"
-        lines = rf'(re.sub(r"\\(?!\")", r"\\\\", line) for line in {lines})'
-        options = r'escapechar="\\", doublequote=False'
-    rows = f"csv.reader({lines}, delimiter={json.dumps(delimiter)}, {options})"
+        lines = rf'(re.sub(r"(\\+)(?![\\\"])", r"\1\1", line) for line in {lines})'
+        options = r', escapechar="\\", doublequote=False'
+    rows = f"csv.reader({lines}, strict=True, delimiter={json.dumps(delimiter)}{options})"
     script = f"import {modules}; csv.writer(sys.stdout).writerows({rows})"
     return f"{condition}, type python -c '{script}' < OLD > NEW.csv"
 

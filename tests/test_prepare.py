@@ -352,7 +352,7 @@ def test_a_table_is_read_as_it_is_or_refused(tmp_path, monkeypatch, name, conten
         ("OLD.tsv", '\ufeffid\ttext\n"1"\t"all"\n'),
         ("OLD.tsv", 'id\ttext\n1\t"He said ""no"" to C:\\new"\n'),  # pandas and Excel
         ("OLD.csv", 'id,text\n1,He said \\"no\\" to C:\\new\n'),  # Spark
-        ("OLD.csv", 'id;text\n1;"He said \\"no\\" to C:\\new"\n'),
+        ("OLD.csv", 'text;path\n"He said \\"no\\" to C:\\new";"\\\\c\\dir\\\\"\n'),
     ],
 )
 def test_quotes_of_another_kind_are_said_with_a_command_that_mends_them(

@@ -461,6 +461,9 @@ def main():
         if not is_saved:
             sys.exit(1)
     parallel.leave()
+    # a stopped run ends a shell's loop, too; torchrun would start all ranks anew
+    if stop and parallel.WORLD_SIZE == 1:
+        return 130
 
 
 # -----------------------------------------------------------------------------
@@ -605,7 +608,8 @@ def exit_idle(clock, is_finished):
     more = f"--max_steps={step + 1}" if max_steps else f"--budget_hours={hours}"
     said = f"the budget ends at step {step:,}: to go on, type {more} or more"
     if init == "auto" and is_finished:  # which is no error
-        print(said)
+        by = runlog.read_facts(out_dir).get("code")
+        print(said if by == machine.code_hash() else f"{said}; it was trained by other code")
         sys.exit()
     sys.exit(said if parallel.RANK == 0 else 1)
 

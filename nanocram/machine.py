@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import hashlib
 import math
 import os
 import platform
@@ -103,6 +104,13 @@ def device_name(device):
     return f"{device.type}: {found[1] if found else platform.processor() or platform.machine()}"
 
 
+def code_hash():
+    """A hash of the scripts and of nanocram/ as they are on the disk, edits included."""
+    root = Path(__file__).parent.parent
+    files = sorted([*root.glob("*.py"), *root.glob("nanocram/*.py")])
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
 def describe(device):
     """Versions, hardware, commit and date: a dict of strings and numbers for run.json."""
     commit = "unknown"
@@ -118,5 +126,6 @@ def describe(device):
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "commit": commit.strip(),
+        "code": code_hash(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }

@@ -105,11 +105,14 @@ class Log:
             "amp_dtype": str(run.amp_dtype),
             "processes": parallel.WORLD_SIZE,
             "data": run.meta["sha256"]["train.bin"],
+            "held_out": run.meta["sha256"]["val.bin"],
             "began_from": run.state.began_from,
             "corpus": {k: run.meta["settings"][k] for k in ("source", "normalisation")}
             | run.meta["counts"],
             **machine.describe(run.device),
         }
+        if before.get("code", self.facts["code"]) != self.facts["code"]:
+            print("the code was edited before the resume")
         # before anything is written: the package may be missing, or its site away
         self.wandb = None
         if settings["wandb_project"]:

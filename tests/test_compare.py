@@ -1,8 +1,8 @@
-"""results/compare.py on two real runs of train.py, and its arithmetic beside numpy's."""
+"""results/compare.py on runs whose losses are known, and on two real ones; by numpy and a table."""
 
+import csv
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,38 +12,117 @@ from forked import SCRIPT
 from nanocram import runlog
 from results import compare
 
+T_OF_4 = 2.776  # Student's t, 4 degrees of freedom, 0.05 two-sided, of any textbook
 
-def test_time_to_a_loss_lies_between_two_evaluations():
-    rows = [{"elapsed_s": t, "val_loss_15": loss} for t, loss in ((10, 7.0), (20, 5.0), (40, 4.0))]
-    assert [compare.time_to(rows, loss) for loss in (6.5, 5.0, 4.25)] == [12.5, 20, 35]
+
+def write_run(folder, seed, loss, seconds=100, tokens=1_000_000, evals=6, settings=(), **facts):
+    """A run of evals evaluations, whose loss falls along a line to loss."""
+    folder.mkdir(parents=True)
+    lines = ["elapsed_s,step,tokens,val_loss_15,val_loss_25"]
+    for i in range(evals + 1):
+        done = i / evals
+        at = loss + 3 * (1 - done)
+        lines.append(f"{done * seconds},{10 * i},{int(done * tokens)},{at},{at + 0.4}")
+    (folder / "log.csv").write_text("\n".join(lines) + "\n")
+    own = {"seed": seed, "out_dir": str(folder), "init": "scratch", "lr": 0.1, "eval_rows": 8}
+    all_facts = {"settings": own | dict(settings), "finished_at_step": 10 * evals}
+    all_facts |= {"data": "d", "held_out": "h", "device": "cpu", "code": "c", "commit": "x"}
+    all_facts |= {"began_from": {}, "parameters": 1000, "frequency_loss": 6.6}
+    (folder / "run.json").write_text(json.dumps(all_facts | facts))
+    return str(folder)
+
+
+@pytest.fixture
+def table(monkeypatch, capsys):
+    """The cells of the lines that compare.py prints for arguments, and all that it prints."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, arguments)])
+        compare.main()
+        said = capsys.readouterr().out
+        return table_cells(said), said
+
+    return run
+
+
+BASE = (3.0, 3.1, 2.9, 3.05, 2.95)
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_a_difference_is_believed_from_students_t_on(tmp_path, table, factor):
+    """Of pairs of equal seed: their losses differ by more than the variants do."""
+    noise = np.array([0.02, -0.01, 0.0, 0.01, -0.02])
+    error = noise.std(ddof=1) / 5**0.5
+    moved = noise + factor * T_OF_4 * error
+    for seed, (loss, more) in enumerate(zip(BASE, moved, strict=True)):
+        write_run(tmp_path / f"a/{seed}", seed, loss)
+        write_run(tmp_path / f"b/{4 - seed}", seed, loss + more, code="edited")
+    write_run(tmp_path / "b/7", 7, 1.0, code="edited")  # no seed of the other
+    (base, edited), said = table(f"base={tmp_path}/a/*", f"edited={tmp_path}/b")
+    verdict = "higher" if factor > 1 else "cannot be told apart"
+    assert edited[8:] == [f"{moved.mean():+.3f} ± {error:.3f}, {verdict}"] * 2
+    assert base[:2] == ["base", "5"] and base[6] == "3.000 (2.900 to 3.100)"
+    assert edited[1] == "6" and base[8:] == ["–", "–"]
+    assert "WARNING" not in said
+    lines = list(csv.DictReader((tmp_path / "compare.csv").open()))
+    assert [float(line["val_loss_15"]) for line in lines[:5]] == pytest.approx(BASE)
+    assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_nothing_is_believed_where_a_run_is_in_mid_schedule(tmp_path, table):
+    """A variant of half the speed: at its last token the other is half done, and 1.5 higher."""
+    for seed, loss in enumerate(BASE):
+        write_run(tmp_path / f"a/{seed}", seed, loss)
+        write_run(tmp_path / f"b/{seed}", seed, loss, tokens=500_000)
+        write_run(tmp_path / f"c/{seed}", seed, loss, tokens=500_000, evals=2)
+        write_run(tmp_path / f"d/{seed}", seed, loss, tokens=300_000, evals=1)
+    (_, slow, rare, unknown), _ = table(*(tmp_path / name for name in "abcd"))
+    assert slow[8] == rare[8] == "+0.000 ± 0.000, cannot be told apart"
+    assert slow[9] == rare[9] == "-1.500 ± 0.000, with the longer run only 50 % done"
+    (_, unknown), _ = table(tmp_path / "c", tmp_path / "d")
+    assert unknown[9] == "unknown: it takes more --evals"
+
+
+def test_what_misleads_is_said(tmp_path, table):
+    names = [write_run(tmp_path / f"r{seed}", seed, 3.0) for seed in range(3)]
+    edited = [write_run(tmp_path / f"e{seed}", seed, 3.0, code="e") for seed in range(2)]
+    # without names code makes a variant, and its first run the name
+    (base, other), _ = table(*names, *edited)
+    assert base[:2] == [names[0], "3"] and other[:2] == [edited[0], "2"]
+    assert table(names[0], edited[0])[0][1][8] == "+0.000, one pair"
+    assert table(names[1], edited[0])[0][1][8] == "no seed in common"
+
+    def said(settings=(), tokens=1_000_000, loss=3.0, **facts):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        new = write_run(folder, 5, loss, tokens=tokens, settings=settings, **facts)
+        return table(f"base={names[0]}", f"other={names[1]}", f"other={new}")[1]
+
+    assert "WARNING" not in said(settings={"out_dir": "elsewhere"})
+    assert "runs were trained on different data" in said(data="x")
+    assert "different held-out rows" in said(held_out="x")
+    assert "different held-out rows" in said(settings={"eval_rows": 9})
+    assert "the runs of other differ in code" in said(code="x")
+    assert "the runs of other differ in lr" in said(settings={"lr": 0.2})
+    assert "other has 8,000 to 10,000 tokens/s" in said(tokens=800_000)
+    assert "other guesses no better than by token frequency" in said(loss=6.7)
+    assert f"left out: {tmp_path}" in said(finished_at_step=50)
+    for arguments in (["nowhere"], [f"a={tmp_path}/*0"], ["--help"]):
+        with pytest.raises(SystemExit) as e:
+            table(*arguments)
+        assert isinstance(e.value.code, str)
 
 
 @pytest.mark.slow
-def test_seeds_are_one_line_and_the_first_line_is_the_measure(
-    tmp_path, data_dir, server, monkeypatch, capsys
-):
-    """Two seeds of Muon, and AdamW between them."""
+def test_real_runs(tmp_path, data_dir, server, table):
+    """Two seeds of Muon, one of AdamW; a run that was stopped is left out."""
     changes = {"muon.0": {}, "adamw": {"optimizer": "adamw"}, "muon.1": {"seed": 1}}
-    names = [str(tmp_path / name) for name in changes]
-    for name, own in zip(names, changes.values(), strict=True):
-        values = SMALL_MODEL | {"data_dir": data_dir, "out_dir": name, "max_steps": 6}
+    for name, own in changes.items():
+        values = SMALL_MODEL | {"data_dir": data_dir, "out_dir": tmp_path / name, "max_steps": 6}
         server.run(ROOT, SCRIPT, command("train.py", **(values | own))[1:])
-    monkeypatch.setattr(sys, "argv", ["compare.py", *names])
-    compare.main()
-    muon, adamw = table_cells(capsys.readouterr().out)
+    (muon, adamw), said = table(*(tmp_path / name for name in changes))
     assert table_cells((tmp_path / "compare.md").read_text()) == [muon, adamw]
-    assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
-    assert (muon[0], adamw[0]) == (f"{names[0]}, 2 seeds", names[1])
-    ends = {name: runlog.read_log(name)[-1] for name in names}
-    losses = sorted(ends[name]["val_loss_15"] for name in (names[0], names[2]))
-    wanted = f"{np.median(losses):.3f} ({losses[0]:.3f} to {losses[1]:.3f})"
-    assert muon[5] == wanted and muon[7] == "1.00"
-    assert adamw[5] == f"{ends[names[1]]['val_loss_15']:.3f}"
-    assert muon[3] == adamw[3] == "6"
-    facts = runlog.read_facts(names[1])
-    assert adamw[1] == f"{facts['parameters'] / 1e6:.1f}M"
-
-    facts["data"] += "x"
-    Path(names[1], "run.json").write_text(json.dumps(facts))
-    compare.main()
-    assert "WARNING: the runs have different data" in capsys.readouterr().out
+    ends = {name: runlog.read_log(tmp_path / name)[-1]["val_loss_15"] for name in changes}
+    assert adamw[9] == f"{ends['adamw'] - ends['muon.0']:+.3f}, one pair"
+    losses = sorted(loss for name, loss in ends.items() if name != "adamw")
+    assert muon[6] == f"{np.mean(losses):.3f} ({losses[0]:.3f} to {losses[1]:.3f})"
+    assert muon[4] == adamw[4] == "6" and "differ in" not in said

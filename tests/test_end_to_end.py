@@ -13,7 +13,7 @@ import transformers
 import yaml
 from conftest import PIPES, PLOT, SMALL_MODEL, command, put, result, script, wait_for, wait_for_step
 
-from nanocram import runlog
+from nanocram import machine, runlog
 from nanocram.data import fill_masks, held_out
 from nanocram.model_folder import load
 from nanocram.runlog import read_log
@@ -111,7 +111,7 @@ def test_a_stopped_and_a_killed_run_resume_bit_for_bit(
     out, settings = tmp_path / "out", {"max_steps": 60, "dropout": 0.1, "init": "auto"}
     both = settings | {"data_dir": data_dir, "out_dir": out}
     status, printed = run_until(monkeypatch, signal.SIGTERM, 8, **both)
-    assert status == 0 and "--init=resume" in printed and read_log(out)[-1]["step"] < 30
+    assert status == 130 and "--init=resume" in printed and read_log(out)[-1]["step"] < 30
     status, printed = run_until(monkeypatch, signal.SIGKILL, 30, **both)
     assert status == -signal.SIGKILL and "resumed at step" in printed
     put(monkeypatch, train, **settings)
@@ -169,22 +169,30 @@ def test_a_run_that_is_over_is_completed_and_continued(
         (out / name).unlink()
     facts = json.loads((out / "run.json").read_text())
     assert facts.pop("finished_at_step") == 60
-    (out / "run.json").write_text(json.dumps(facts))
+    (out / "run.json").write_text(json.dumps(facts | {"code": "another"}))
     put(monkeypatch, train, init="resume", max_steps=30, dropout=0.1)
     with pytest.raises(SystemExit, match="type --max_steps=61 or more"):  # its rates never fell
         train.main()
     put(monkeypatch, train, max_steps=60)
     put(monkeypatch, runlog, plot=PLOT)
     train.main()
-    assert "once upon a" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "once upon a" in said and "the code was edited" in said
     assert result(out) == result(finished[0])
     assert all((out / name).exists() for name in lost)
     # a larger budget continues it
     put(monkeypatch, train, max_steps=240)
     train.main()
+    assert "the code was edited" not in capsys.readouterr().out
     rows = read_log(out)
     assert [row["step"] for row in rows] == sorted({row["step"] for row in rows})
     assert [row["step"] for row in rows if "val_loss_15" in row] == [0, 30, 60, 120, 240]
+    # the same command once more has nothing to do; it says who trained the model
+    monkeypatch.setattr(machine, "code_hash", lambda: "edited since")
+    put(monkeypatch, train, init="auto")
+    with pytest.raises(SystemExit, match=r"^None$"):
+        train.main()
+    assert capsys.readouterr().out.endswith("it was trained by other code\n")
 
 
 def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, data_dir):

@@ -461,9 +461,6 @@ def main():
         if not is_saved:
             sys.exit(1)
     parallel.leave()
-    # a stopped run ends a shell's loop, too; torchrun would start all ranks anew
-    if stop and parallel.WORLD_SIZE == 1:
-        return 130
 
 
 # -----------------------------------------------------------------------------
@@ -608,8 +605,9 @@ def exit_idle(clock, is_finished):
     more = f"--max_steps={step + 1}" if max_steps else f"--budget_hours={hours}"
     said = f"the budget ends at step {step:,}: to go on, type {more} or more"
     if init == "auto" and is_finished:  # which is no error
-        by = runlog.read_facts(out_dir).get("code")
-        print(said if by == machine.code_hash() else f"{said}; it was trained by other code")
+        code = machine.code_hash()
+        by = runlog.read_facts(out_dir).get("code", code)
+        print(said if by.startswith(code) else f"{said}; it was trained by other code")
         sys.exit()
     sys.exit(said if parallel.RANK == 0 else 1)
 
@@ -736,3 +734,6 @@ def check_settings(dev):
 
 if __name__ == "__main__":
     safety.run(main, out_dir, GO_ON, "type --init=resume and a smaller --micro_batch")
+    # a stopped run ends a shell's loop, too; torchrun would begin it anew
+    if signals.stop and not torch.distributed.is_torchelastic_launched():
+        sys.exit(130)

@@ -5,7 +5,7 @@ character in nine minutes, and a mean of 72.2 on five GLUE tasks, with the setti
 text: results/README.md. On it type --budget_hours=0.15.
 """
 
-# prepare.py: a tenth of the day's text, an eighth of its download
+# prepare.py: a twelfth of the day's text and of its download
 data_dir = "data/minutes"
 max_tokens = 800_000_000
 
@@ -21,7 +21,7 @@ batch_size = 2048
 batch_start = 512
 checkpoint_minutes = 4.0
 
-# finetune_glue.py: what models of up to 48M want by far; a day's are not tried
+# finetune_glue.py: much better for models of up to 48M; not tried on a day's
 glue_batch = 32
 glue_lr = 1e-4
 glue_dropout = 0.0

@@ -111,8 +111,11 @@ class Log:
             | run.meta["counts"],
             **machine.describe(run.device),
         }
-        if before.get("code", self.facts["code"]) != self.facts["code"]:
+        code = self.facts["code"]
+        self.facts["code"] = before.get("code", code)  # which may be several
+        if not self.facts["code"].startswith(code):
             print("the code was edited before the resume")
+            self.facts["code"] = f"{code} after {before['code']}"
         # before anything is written: the package may be missing, or its site away
         self.wandb = None
         if settings["wandb_project"]:

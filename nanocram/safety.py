@@ -107,12 +107,11 @@ def is_oom(error):
 
 
 def run(main, folder, then, if_oom="use a smaller model"):
-    """Exit with what a script's main() returns. Interrupts and errors of the machine end it in one
-    line with what to do next: then, if_oom. folder: named if an OSError names no file. Bugs keep
-    their traceback."""
+    """Call a script's main(). Interrupts and errors of the machine end it in one line with what to
+    do next: then, if_oom. folder: named if an OSError names no file. Bugs keep their traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        sys.exit(main())
+        main()
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: {then}")
     except OSError as e:

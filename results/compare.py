@@ -5,7 +5,7 @@
 
 A run is an out_dir of train.py. Runs given without a name form one variant if only their seeds
 differ. Each variant is compared with the first one, over the seeds that both have: the mean
-difference ± its standard error; "lower" and "higher" are by Student's t (two-sided, 0.05).
+difference ± its standard error; "better" and "worse" are by Student's t (two-sided, 0.05).
 compare.md, compare.png go into the folder that holds all the runs.
 """
 
@@ -79,7 +79,7 @@ def find_runs(argument):
                 evals = [line for line in lines if LOSS in line and line["step"]]
                 runs.append(Run(folder, facts, evals))
     if not runs:
-        sys.exit(f"{pattern} holds no run: name the --out_dir of train.py, or a folder of them")
+        sys.exit(f"{pattern} holds no run: name out_dirs of train.py, as in base='out/base/*'")
     if not any(run.is_finished for run in runs):
         sys.exit(f"{pattern}: no run is finished; finish one, or leave them out")
     return name or ("" if is_single else pattern), runs
@@ -147,13 +147,13 @@ def compare(runs, base_runs, column, is_whole):
     if len(values) > 1:
         said += f" ± {stats.sem(values):.3f} of {len(values)} pairs"
     if min(shares) < 1:
-        return f"{said}, with the longer run only {min(shares) * 100:.0f} % done"
+        return f"{said}; no verdict, for the longer run was only {min(shares) * 100:.0f} % done"
     if len(values) == 1 or not is_whole:
-        return f"{said}, {'one pair' if is_whole else 'but runs are missing'}"
+        return f"{said}; no verdict, for {'it is one pair' if is_whole else 'runs are missing'}"
     # of equal pairs t is 0 / 0
     is_believed = np.any(values) and stats.ttest_1samp(values, 0).pvalue < 0.05
-    which = "lower" if np.mean(values) < 0 else "higher"
-    return f"{said}, {which if is_believed else 'cannot be told apart'}"
+    which = "better" if np.mean(values) < 0 else "worse"
+    return f"{said}: {which if is_believed else 'cannot be told apart'}"
 
 
 def table_line(name, runs, base_runs, is_whole):
@@ -187,7 +187,7 @@ def warnings(variants, unfinished):
     if len(rows) > 1:
         yield "the runs have different held-out rows: their losses do not compare"
     if len({run.facts["device"] for run in everyone}) > 1:
-        yield "the runs had different devices: equal clock was not equal computing"
+        yield "the runs had different devices: equal clock is not equal work"
     base_runs, *_ = variants.values()
     for name, runs in variants.items():
         kinds = [run.kind() for run in runs]
@@ -197,7 +197,11 @@ def warnings(variants, unfinished):
         speeds = [speed(run) for run in runs]
         if max(speeds) > 1.1 * min(speeds):
             span = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
-            yield f"{name} has {span} tokens/s: equal clock was not equal computing"
+            what_helps = "repeat it on an idle machine, or with --max_steps"
+            yield f"{name} has {span} tokens/s, so equal clock is not equal work: {what_helps}"
+        alone = {run.seed for run in runs} ^ {run.seed for run in base_runs}
+        if alone:
+            yield f"{name} and the first variant do not both have seeds {sorted(alone)}"
         if runs is not base_runs and kinds[0] == base_runs[0].kind():
             yield f"{name} has the code and the settings of the first variant"
         by_frequency = [run.facts.get("frequency_loss", np.inf) for run in runs]
@@ -237,7 +241,7 @@ def draw(variants, path):
             error = stats.sem(values) if len(values) > 1 else 0
             axes.errorbar(i + 0.15, np.mean(values), error, fmt="s", color="k", capsize=4)
         axes.set_xticks(range(len(beside)), beside)
-        axes.set(xlim=(-0.5, len(beside) - 0.5), ylabel="difference of the last losses (nats)")
+        axes.set(xlim=(-0.5, len(beside) - 0.5), ylabel="last loss less the first variant's (nats)")
         axes.set_title("a dot a seed; ■ their mean ± its error", fontsize=9)
     for axes in figure.axes:
         axes.grid(alpha=0.25, which="both")

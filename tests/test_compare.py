@@ -56,17 +56,19 @@ def test_a_difference_is_believed_from_students_t_on(tmp_path, table, factor):
     for seed, (loss, more) in enumerate(zip(BASE, moved, strict=True)):
         write_run(tmp_path / f"a/{seed}", seed, loss)
         write_run(tmp_path / f"b/{4 - seed}", seed, loss + more, code="edited")
-    write_run(tmp_path / "b/7", 7, 1.0, code="edited")  # no seed of the other
     (base, edited), said = table(f"base={tmp_path}/a/*", f"edited={tmp_path}/b")
-    verdict = "higher" if factor > 1 else "cannot be told apart"
-    assert edited[7:] == [f"{moved.mean():+.3f} ± {error:.3f} of 5 pairs, {verdict}"] * 2
+    verdict = "worse" if factor > 1 else "cannot be told apart"
+    assert edited[7:] == [f"{moved.mean():+.3f} ± {error:.3f} of 5 pairs: {verdict}"] * 2
     assert base[:2] == ["base", "5"] and base[6] == "3.000 (2.900 to 3.100)"
-    assert edited[1] == "6" and base[7:] == ["–", "–"]
+    assert edited[1] == "5" and base[7:] == ["–", "–"]
     assert "WARNING" not in said
+    write_run(tmp_path / "b/7", 7, 1.0, code="edited")  # no seed of the other
+    (_, with_another), said = table(f"base={tmp_path}/a/*", f"edited={tmp_path}/b")
+    assert with_another[7:] == edited[7:] and "do not both have seeds [7]" in said
     # nothing is believed of the seeds that are left, and the table says so
     write_run(tmp_path / "b/9", 9, 3.0, code="edited", finished_at_step=50)
     (_, edited), said = table(f"base={tmp_path}/a/*", f"edited={tmp_path}/b")
-    assert edited[7].endswith("of 5 pairs, but runs are missing")
+    assert edited[7].endswith("of 5 pairs; no verdict, for runs are missing")
     assert f"edited has runs that were stopped, or diverged: {tmp_path}/b/9" in said
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -79,10 +81,11 @@ def test_nothing_is_believed_where_a_run_is_in_mid_schedule(tmp_path, table):
         write_run(tmp_path / f"c/{seed}", seed, loss, tokens=500_000, evals=2)
         write_run(tmp_path / f"d/{seed}", seed, loss, tokens=300_000, evals=1)
         write_run(tmp_path / f"e/{seed}", seed, loss, tokens=970_000)
+    longer = "; no verdict, for the longer run was only {} % done"
     (_, slow, rare, _, slower), _ = table(*(tmp_path / name for name in "abcde"))
-    assert slow[7] == rare[7] == slower[7] == "+0.000 ± 0.000 of 5 pairs, cannot be told apart"
-    assert slow[8] == rare[8] == "-1.500 ± 0.000 of 5 pairs, with the longer run only 50 % done"
-    assert slower[8] == "-0.090 ± 0.000 of 5 pairs, with the longer run only 97 % done"
+    assert slow[7] == rare[7] == slower[7] == "+0.000 ± 0.000 of 5 pairs: cannot be told apart"
+    assert slow[8] == rare[8] == "-1.500 ± 0.000 of 5 pairs" + longer.format(50)
+    assert slower[8] == "-0.090 ± 0.000 of 5 pairs" + longer.format(97)
     (_, unknown), _ = table(tmp_path / "c", tmp_path / "d")
     assert unknown[8] == "unknown: it takes more --evals"
 
@@ -93,13 +96,15 @@ def test_what_misleads_is_said(tmp_path, table):
     # without names code makes a variant, and its first run the name
     (base, other), _ = table(*names, *edited)
     assert base[:2] == [names[0], "3"] and other[:2] == [edited[0], "2"]
-    assert table(names[0], edited[0])[0][1][7] == "+0.000, one pair"
+    assert table(names[0], edited[0])[0][1][7] == "+0.000; no verdict, for it is one pair"
     assert table(names[1], edited[0])[0][1][7] == "no seed in common"
+
+    write_run(tmp_path / "e5", 5, 3.0, code="e")
 
     def said(settings=(), tokens=1_000_000, loss=3.0, **facts):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         new = write_run(folder, 5, loss, tokens=tokens, settings=settings, **facts)
-        return table(f"base={edited[0]}", f"other={names[1]}", f"other={new}")[1]
+        return table(f"base={tmp_path}/e[15]", f"other={names[1]}", f"other={new}")[1]
 
     assert "WARNING" not in said(settings={"out_dir": "elsewhere"})
     assert "b has the code and the settings of" in table(f"a={names[0]}", f"b={names[1]}")[1]
@@ -128,7 +133,7 @@ def test_real_runs(tmp_path, data_dir, server, table):
     (muon, adamw), said = table(*(tmp_path / name for name in changes))
     assert table_cells((tmp_path / "compare.md").read_text()) == [muon, adamw]
     ends = {name: runlog.read_log(tmp_path / name)[-1]["val_loss_15"] for name in changes}
-    assert adamw[8] == f"{ends['adamw'] - ends['muon.0']:+.3f}, one pair"
+    assert adamw[8] == f"{ends['adamw'] - ends['muon.0']:+.3f}; no verdict, for it is one pair"
     losses = sorted(loss for name, loss in ends.items() if name != "adamw")
     assert muon[6] == f"{np.mean(losses):.3f} ({losses[0]:.3f} to {losses[1]:.3f})"
     assert muon[4] == adamw[4] == "6" and "differ in" not in said

@@ -12,23 +12,15 @@ from nanocram.model_folder import to_folder_keys
 from results import bench_modernbert
 
 
-@pytest.fixture
-def small(train, monkeypatch):
-    """The train module with the settings of a small run, behind a small bench.py."""
-    put(monkeypatch, bench, bench_steps=4)
-    put(monkeypatch, train, batch_ramp=0.6)  # bench.step_of() changes it
-    return train
-
-
 def number(pattern, text):
     return float(re.search(pattern, text)[1].replace(",", ""))
 
 
-def test_transformers_with_our_weights_has_our_loss(small, monkeypatch):
+def test_transformers_with_our_weights_has_our_loss(train, monkeypatch):
     """With its dense and its sparse head."""
-    put(monkeypatch, small, **bench_modernbert.AS_THEIRS)
+    put(monkeypatch, train, **bench_modernbert.AS_THEIRS)
     run = new_run()
-    batch = small.masked_batch(run, 0, run.micro_batch, small.row_shape(0.5))
+    batch = train.masked_batch(run, 0, run.micro_batch, train.row_shape(0.5))
     models = bench_modernbert.make_models(run, batch)
     ours, our_loss = models["nanocram"]
     torch.nn.init.normal_(ours.model.layers[-1].mlp.Wo.weight)  # zero until here
@@ -41,11 +33,12 @@ def test_transformers_with_our_weights_has_our_loss(small, monkeypatch):
     assert len(models) == 3
 
 
-def test_the_whole_report(small, monkeypatch, capsys):
+def test_the_whole_report(train, monkeypatch, capsys):
     # torch.compile without inductor
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    put(monkeypatch, small, compile=True, data_dir="nowhere", max_steps=3)  # fewer than it takes
-    put(monkeypatch, bench, profile=True)
+    put(monkeypatch, train, compile=True, data_dir="nowhere", max_steps=3)  # fewer than it takes
+    put(monkeypatch, train, batch_ramp=0.6)  # bench.step_of() changes it
+    put(monkeypatch, bench, bench_steps=4, profile=True)
     bench.main()
     text = capsys.readouterr().out
     assert "WARNING" not in text and "# of Calls" in text
@@ -54,7 +47,7 @@ def test_the_whole_report(small, monkeypatch, capsys):
     flops = number(r"tokens/s +([\d,]+)", text) * number(r"([\d.,]+) MFLOP a token", text) * 1e6
     assert number(r"MFU +([\d.]+)%", text) / 100 == pytest.approx(flops / 1e12, rel=0.05, abs=1e-3)
 
-    put(monkeypatch, small, **bench_modernbert.AS_THEIRS)  # main() would leave them to other tests
+    put(monkeypatch, train, **bench_modernbert.AS_THEIRS)  # main() would leave them to other tests
     put(monkeypatch, bench_modernbert, ROUNDS=2, TURN_SECONDS=0.1)
     bench_modernbert.main()
     ours, *theirs = table_cells(capsys.readouterr().out)

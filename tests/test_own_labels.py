@@ -7,7 +7,6 @@ import runpy
 import sys
 
 import joblib
-import pyarrow.parquet
 import pytest
 import sklearn.metrics
 import transformers
@@ -56,6 +55,7 @@ LEFT_OUT = (
         (CHINESE, "", "a bag of .*characters has an accuracy of 100.0%"),
         (HINDI, table([("न", "0.0")]), r"alike \(1\): '0' = '0.0'\n.* has no new text with"),
         ('{"text": "a", "label": ["x", "y"]}\n', "", "'label' is .*, no label"),
+        ('{"text": "a", "label": 1}\n{"text": "b", "label": "1"}\n', "", "2 to train on, .*: 1\n"),
     ],
 )
 def test_what_is_wrong_with_texts_and_labels_is_said(
@@ -72,21 +72,6 @@ def test_what_is_wrong_with_texts_and_labels_is_said(
         runpy.run_path(argv[0], run_name="__main__")
     assert re.search(said, capsys.readouterr().out + str(end.value))
     assert "\n" not in str(end.value)
-
-
-def test_a_table_of_any_kind_gives_the_same(tmp_path, monkeypatch, capsys):
-    rows = [{"text": f"text number {i}", "label": i % 2} for i in range(60)]
-    (tmp_path / "a.csv").write_text(table(row.values() for row in rows))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    said = set()
-    for kind in ("csv", "jsonl", "parquet"):
-        argv = command(SCRIPT, "out/none", tmp_path / f"a.{kind}", tmp_path / "new")[1:]
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit, match="cannot read out/none"):
-            runpy.run_path(argv[0], run_name="__main__")
-        said.add(capsys.readouterr().out.replace(f"a.{kind}", "a"))
-    assert len(said) == 1 and "a bag of" in said.pop()
 
 
 @pytest.mark.slow

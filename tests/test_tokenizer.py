@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise, train_tokenizer
+from nanocram.tokenizer import Tokenizer, normalise, train_tokenizer
 
 PROSE = st.text(alphabet="abAB \u3000\x1c éÉ01.,;'\"`-—“”… \t\n[MASK]()", max_size=200)
 AWKWARD = [
@@ -67,16 +67,13 @@ def test_where_words_begin(pair, texts):
         assert sum(begins[i] for i in ours.encode(text)) == n_words, text
 
 
-def test_special_ids_and_templates(pair):
-    ours, theirs = pair
+def test_special_ids_and_inputs(pair):
+    """test_finetune_glue.py has where transformers puts [CLS] and [SEP]."""
+    _, theirs = pair
     special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]
     assert theirs.convert_tokens_to_ids(special) == [0, 1, 2, 3]
     roles = [theirs.pad_token, theirs.cls_token, theirs.sep_token, theirs.mask_token]
     assert roles == special
-    a = ours.encode("a b").tolist()
-    b = ours.encode("c.").tolist()
-    assert theirs("a b")["input_ids"] == [CLS, *a, SEP]
-    assert theirs("a b", "c.")["input_ids"] == [CLS, *a, SEP, *b, SEP]
     assert sorted(theirs("a")) == ["attention_mask", "input_ids"]
 
 

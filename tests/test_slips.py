@@ -20,7 +20,6 @@ BASE = {
 SLIPS = {
     "prepare.py": [
         ("--source=*.tsv", "no file matches '*.tsv'"),
-        ("--source=column.csv", "it has body, id: type --text_column=NAME"),
         ("--source=nobody/nothing", "could not read nobody/nothing (ConnectionError"),
         ("--source=corpus.txt --max_tokens=-1", "max_tokens=-1 cannot work: type 0 to"),
         ("--source=a/b,c/d --max_tokens=9", "name one --source"),
@@ -87,7 +86,6 @@ def folder(tmp_path_factory, corpus, data_dir):
     (path / "corpus.txt").write_text(text)
     (path / "single.txt").write_text(text.replace("\n\n", "\n"))
     (path / "notes.odt").write_text("A few words.\n")
-    (path / "column.csv").write_text("body;id\nab;1\n")
     (path / "link.txt").symlink_to("gone.txt")
     (path / "mine").mkdir()
     (path / "mine/thesis.tex").write_text("precious")

@@ -98,7 +98,6 @@ def test_commands_run(tmp_path, data_dir, corpus, glue_files, server):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts/a.txt.gz").write_bytes(gzip.compress(corpus.read_bytes()))
     (tmp_path / "GLUE").symlink_to(glue_files[0])
-    (tmp_path / "tickets.csv").write_text("text,label\nit broke,bug\n")
     typed = " ".join(arg for _, args in calls_of_scripts() for arg in args)
     for folder in {"out/tiny", *re.findall(r"--(?:model|init|tokenizer)=(out/\S+)", typed)}:
         write_model(tmp_path / folder, data_dir, n_inner=SMALL_MODEL["n_inner"])

@@ -119,15 +119,10 @@ def test_other_schedules_and_another_masking(fork):
     }
     for name, values in wanted.items():
         assert [float(row[name]) for row in rows] == pytest.approx(values, rel=1e-5)
-    assert (fork.masked(9).long().diff().eq(1).sum(1) == 1).all()  # one begin
-
-
-def test_scores_choose_places_and_not_what_becomes_of_them(fork):
-    """Always the last 20 tokens; each of them is a [MASK] in about half of the rows."""
-    old = "scores = torch.rand(B, T - 1, device=rows.device)"
-    fork.edit("train.py", old, "scores = rows[:, 1:].float()")
-    share = fork.masked(20, mask_token_share=0.5).double().mean(0)
-    assert not share[:108].any() and share[108:].min() > 0.25 and share[108:].max() < 0.75
+    # of the 20 tokens of a span any ten are a [MASK], and not those of the largest scores
+    for hidden in fork.masked(20, mask_token_share=0.5):
+        (places,) = hidden.nonzero(as_tuple=True)
+        assert 10 <= places[-1] - places[0] < 20
 
 
 def test_whole_words(fork):

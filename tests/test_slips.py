@@ -43,7 +43,6 @@ SLIPS = {
         ("--vocab_size=32768", "type --vocab_size=600"),
         ("--optimizer=none", "optimizer=none is unknown"),
         ("--mask_rate=0", "mask_rate=0.0 cannot work: type 0.001 to 0.9"),
-        ("--n_head=3", "n_embd=32 cannot work: type a multiple of 6"),
         ("--mask_token_share=0.8 --random_token_share=0.3", "random_token_share=0.3 cannot"),
         ("--mask_token_share=80", "mask_token_share=80.0 cannot work: type 0 to 1"),
         ("--batch_ramp=60", "batch_ramp=60.0 cannot work: type 0 to 1"),
@@ -71,7 +70,7 @@ SLIPS = {
     ],
     "bench.py": [
         ("--bench_steps=1", "bench_steps=1 gives no range: type 2 or more"),
-        ("--n_head=3", "type a multiple of 6"),
+        ("--n_head=3", "n_embd=32 cannot work: type a multiple of 6"),
     ],
 }
 

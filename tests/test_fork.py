@@ -461,8 +461,10 @@ def test_another_optimiser(fork):
 
 
 def test_a_new_field_of_state(fork):
-    """It takes its default where an older checkpoint lacks it; the original goes on from its."""
-    fork.train(max_steps=2)
+    """Older checkpoints lack it, or call rows_seen row; the original goes on from a newer one."""
+    _, ckpt = fork.train(max_steps=2)
+    ckpt["state"]["row"] = rows_seen = ckpt["state"].pop("rows_seen")
+    torch.save(ckpt, fork.folder / "out/ckpt.pt")
     field = "    best: float = math.inf\n"
     fork.insert("train.py", "    step: int = 0 ", field)
     kept = '        state.best = min(state.best, measured["loss"])\n'
@@ -471,6 +473,7 @@ def test_a_new_field_of_state(fork):
     rows, ckpt = fork.train(init="resume")
     losses = [float(row["loss"]) for row in rows if row["step"] in ("3", "4")]
     assert ckpt["state"]["best"] == pytest.approx(min(losses), rel=1e-5)
+    assert ckpt["state"]["rows_seen"] == rows_seen + 2 * 16
     fork.edit("train.py", field, "")
     fork.edit("train.py", kept, "")
     rows, _ = fork.train(init="resume", max_steps=6)

@@ -329,20 +329,6 @@ def test_a_log_that_cannot_be_written_stops_no_checkpoint(train, setting, monkey
     assert [line["step"] for line in runlog.read_log(out)] == [0, 2, 4]
 
 
-def test_an_older_checkpoint_goes_on(train, setting):
-    """It had another name of rows_seen; test_fork.py has fields that are new and that are gone."""
-    setting(max_steps=2, evals=1, samples="")
-    module.main()
-    path = Path(train.out_dir) / "ckpt.pt"
-    ckpt = torch.load(path, weights_only=True)
-    ckpt["state"]["row"] = rows_seen = ckpt["state"].pop("rows_seen")
-    torch.save(ckpt, path)
-    setting(init="resume", max_steps=4)
-    module.main()
-    assert [line["step"] for line in runlog.read_log(train.out_dir)] == [0, 2, 4]
-    assert saved_state(train)["rows_seen"] == rows_seen + 2 * 16
-
-
 def test_wandb_gets_every_row(train, setting, monkeypatch, capsys):
     """A resume goes on with the same run of theirs."""
     seen = []

@@ -24,7 +24,6 @@ HF_MLM = transformers.AutoModelForMaskedLM
         {},
         {"norm_bias": True, "decoder_bias": False},
         {"head_transform": True, "linear_bias": True, "norm_bias": True, "norm_eps": 1e-3},
-        {"norm_eps": 1e-3},  # it counts twice beside an identity head
         CRAMMED,
         BERT,
         *EACH_SWITCH,

@@ -324,7 +324,6 @@ LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little")
         ("a.csv", 'text , id,,\n"5"" pipe",1,,\n5" pipe\n,,,\n', ['5" pipe', '5" pipe']),
         # half an emoji, and a byte that is no UTF-8
         ("a.jsonl", b'{"text": "\\ud83d."}\n{"text": "\xfcber"}\n', ["\ufffd.", "\ufffdber"]),
-        ("a.txt", "a\r\nb", ["a\r\nb"]),
         ("a.txt", "ab".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
     ],
 )

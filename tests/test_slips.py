@@ -45,7 +45,6 @@ SLIPS = {
         ("--mask_rate=0", "mask_rate=0.0 cannot work: type 0.001 to 0.9"),
         ("--mask_token_share=0.8 --random_token_share=0.3", "random_token_share=0.3 cannot"),
         ("--mask_token_share=80", "mask_token_share=80.0 cannot work: type 0 to 1"),
-        ("--batch_ramp=60", "batch_ramp=60.0 cannot work: type 0 to 1"),
         ("--weight_decay=-0.1", "weight_decay=-0.1 cannot work: type 0 or more"),
         ("--seed=99999999999999999999", "seed=99999999999999999999 cannot work"),
         ("--data_dir=nowhere", "run python prepare.py --data_dir=nowhere"),

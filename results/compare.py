@@ -27,8 +27,8 @@ LOSS = "val_loss_15"  # what is compared
 # tokens of a short run may be worth 0.01 nats.
 EQUAL = {"elapsed_s": 0.95, "tokens": 0.99}
 WIDEST = 0.25  # share of a run between two evaluations that a straight line may cross
-# settings that belong to the way or to the machine, not to what is compared
-NOT_OURS = ("seed", "out_dir", "init", "micro_batch", "checkpoint_minutes", "wandb_project")
+# settings in which the runs of a variant may differ
+FREE = ("seed", "out_dir", "init", "micro_batch", "checkpoint_minutes", "wandb_project")
 HEADING = (
     "| variant | seeds | parameters | tokens/s, all in | steps | tokens | held-out loss at 15 % "
     "| difference at equal clock | at equal tokens |"
@@ -58,7 +58,7 @@ class Run:
     def kind(self):
         """{name: value} of all in which runs of one variant should not differ."""
         facts = self.facts
-        kind = {k: v for k, v in facts["settings"].items() if k not in NOT_OURS}
+        kind = {k: v for k, v in facts["settings"].items() if k not in FREE}
         kind |= {name: facts[name] for name in ("data", "device")}
         kind["code"] = facts.get("code", facts["commit"])
         return kind | {"init": facts["began_from"]}
@@ -116,15 +116,13 @@ def difference(run, base, column):
         y = np.array([line[LOSS] for line in one.evals])
         share = at / x[-1]
         if share > EQUAL[column]:
-            at_end = 1.0
-            loss = y[-1]
+            loss, share = y[-1], 1.0
         else:
-            at_end = share
             i = np.searchsorted(x, at)
             near = i > 0 and x[i] - x[i - 1] <= WIDEST * x[-1]
             loss = np.interp(at, x, y) if near else np.nan
         losses.append(loss)
-        shares.append(at_end)
+        shares.append(share)
     return losses[0] - losses[1], min(shares)
 
 

@@ -273,7 +273,7 @@ def process_batch(number, texts, state, folder, rule):
     vocabulary = load_tokenizer(folder / "tokenizer.json")
     threshold = filter_threshold()
     ids_of = {"kept": [], "held_out": [], "filtered": [], "empty": []}
-    characters = dict.fromkeys(ids_of, 0)
+    characters, words = dict.fromkeys(ids_of, 0), dict.fromkeys(ids_of, 0)
     for text in texts:
         normal = vocabulary.normalise(text)
         ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
@@ -286,12 +286,13 @@ def process_batch(number, texts, state, folder, rule):
             fate = "filtered"
         ids_of[fate].append(ids)
         characters[fate] += len(normal)
+        words[fate] += len(text.split())
     count = {"read": len(texts)} | {fate: len(pieces) for fate, pieces in ids_of.items()}
     count["not_utf8"] = sum("\ufffd" in text for text in texts)
     none = np.zeros(0, np.uint16)
     kept = np.concatenate([none, *ids_of["kept"]])
     held_out = np.concatenate([none, *ids_of["held_out"]])
-    count |= {"tokens": len(kept), "characters": characters["kept"]}
+    count |= {"tokens": len(kept), "characters": characters["kept"], "words": words["kept"]}
     count |= {"val_tokens": len(held_out), "val_characters": characters["held_out"]}
 
     rows = np.random.default_rng(number).permutation(in_rows(kept))
@@ -413,7 +414,8 @@ def report(count, seconds):
     length = count["characters"] / count["tokens"]
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
     print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
-    print(f"tokens      {count['tokens']:,}, {length:.2f} characters each")
+    words = f"{count.get('words', 0):,} words"  # 0 in a folder that an older version began
+    print(f"tokens      {count['tokens']:,}, {length:.2f} characters each, {words}")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
     print(f"written     {data_dir} in {seconds:.1f} s")
     if count["not_utf8"]:

@@ -13,13 +13,14 @@ Cramming, arXiv 2212.14034.
 
 import math
 import os
+import shutil
 import sys
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
-from nanocram.settings import assign, check, configure, read_ranks, typed
+from nanocram.settings import assign, check, configure, own_value, read_ranks, typed
 
 # fmt: off
 # the run
@@ -30,6 +31,7 @@ init = "scratch"
 seed = 0                        # of the weights, the masks, the dropout and where rows begin
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
+max_epochs = 0.0                # stop before more passes over the rows, without a clock; 0 = any
 # the batch
 micro_batch = 0                 # rows per forward pass; 0 = 32, or what a GPU holds up to 1024
 batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
@@ -86,6 +88,7 @@ evals = 20                      # evaluations, evenly spread over the run, and o
 eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per line of log.csv
 checkpoint_minutes = 10.0       # between checkpoints; 0 = only around step 1 and at the end
+snapshots = ""                  # millions of words after which to keep a copy of the model: "1,2.5"
 wandb_project = ""              # log to this project of wandb.ai too (pip install wandb)
 # sentences to fill in, a | between two; '' = none; auto = English ones, if normalisation is ascii
 samples = "auto"
@@ -390,6 +393,10 @@ def main():
     val_rows = Rows(Path(data_dir) / "val.bin", seq_len)
     held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
     tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
+    if max_epochs:
+        limit_steps(len(train_rows))
+    if snapshots and "words" not in meta["counts"]:  # of an older prepare.py
+        sys.exit(f"{data_dir} has no count of its words: delete it and rerun prepare.py")
 
     # the run: from scratch, from its checkpoint, or from the weights of another one
     _lock = safety.lock(out_dir) if master_process else None  # one writer a folder, to the end
@@ -445,11 +452,13 @@ def main():
         if last_turn:
             break
 
+        rows_before = state.rows_seen
         watched = edits.only_state_changes(run, globals(), in_pass=False)
         with clock.timed("step"), fit.compile_errors(), watched:
             train_step(run, progress)
         if master_process:
             log.after_step(clock.progress())
+            save_snapshots(run, log.folder, rows_before)
         if state.consecutive_skips >= MAX_SKIPPED:
             which = f"{MAX_SKIPPED} steps, up to step {state.step}"
             sys.exit(f"no finite gradient in {which}: lower the learning rate and --init=resume")
@@ -603,6 +612,7 @@ def exit_idle(clock, is_finished):
     hours = math.ceil(1000 * budget_hours - clock.left() / 3.6) / 1000
     step = clock.state.step
     more = f"--max_steps={step + 1}" if max_steps else f"--budget_hours={hours}"
+    more = f"--max_epochs={max_epochs + 0.1:g}" if max_epochs else more
     said = f"the budget ends at step {step:,}: to go on, type {more} or more"
     if init == "auto" and is_finished:  # which is no error
         code = machine.code_hash()
@@ -657,6 +667,22 @@ def save(run, log):
     return log_is_written
 
 
+def save_snapshots(run, folder, rows_before):
+    """Copy the model to folder/chck_NM where the last step read 98 % of a number N of snapshots: a
+    tenth pass over 10M words ends below 100M, for some words are held out."""
+    per_row = run.meta["counts"].get("words", 0) / len(run.rows) / 1e6
+    for n in map(float, filter(None, snapshots.split(","))):
+        if rows_before * per_row < 0.98 * n <= run.state.rows_seen * per_row:
+            copy = folder / f"chck_{n:g}M"
+            try:
+                with eval_weights(run):
+                    model_folder.save(run.model, copy, trained_on=trained_on(run))
+                for path in folder.glob("tokenizer*.json"):
+                    shutil.copy(path, copy)
+            except OSError as e:
+                runlog.say(f"WARNING: cannot save {copy}: {safety.disk_error(e)}")
+
+
 def find_start(path):
     """(whether the run resumes from path, the MaskedLM that it begins from or None), by init."""
     words = ("scratch", "resume", "auto")
@@ -676,6 +702,16 @@ def find_start(path):
     return False, base
 
 
+def limit_steps(n_rows):
+    """Set max_steps to what reads n_rows max_epochs times at most, if it is not set to fewer."""
+    steps = int(max_epochs * n_rows / fmean(batch_rows(i / 1000) for i in range(1000)))
+    while sum(batch_rows(i / steps) for i in range(steps)) > max_epochs * n_rows:
+        steps -= 1
+    if not steps:
+        sys.exit(f"max_epochs={max_epochs:g} is less than a step: type a smaller --batch_size")
+    assign(globals(), {"max_steps": min(own_value(globals(), "max_steps") or steps, steps)})
+
+
 def take_architecture(config, path):
     """Set the settings that weights are bound to as config, of the model at path, has them.
 
@@ -691,14 +727,15 @@ def take_architecture(config, path):
         sys.exit(f"{path} is of another model: type {' '.join(flags)}, or leave these out")
     for name, value in other.items():
         print(f"{name} = {value!r}, as {path} has it")
-    assign(globals(), other)  # the one place that changes settings
+    assign(globals(), other)
 
 
 def check_settings(dev):
     """Exit with one line if the settings cannot work."""
     allowed = {
         "eval_rows log_every n_layer n_head n_embd n_inner": (1, math.inf),
-        "micro_batch batch_start budget_hours max_steps evals checkpoint_minutes": (0, math.inf),
+        "micro_batch batch_start budget_hours max_steps max_epochs evals": (0, math.inf),
+        "checkpoint_minutes": (0, math.inf),
         "token_types": (0, 9),
         "lr muon_lr weight_decay muon_weight_decay adam_eps norm_eps grad_clip": (0, math.inf),
         "seed": (0, 2**62),
@@ -712,7 +749,7 @@ def check_settings(dev):
     }
     check(globals(), allowed)
     lr_scale(0.0)  # exits if the schedule is unknown
-    if not budget_hours and not max_steps:
+    if not (budget_hours or max_steps or max_epochs):
         sys.exit("a budget of 0 trains nothing: type --budget_hours=24, or --max_steps=1000")
     for n, k in row_shapes():  # yours too
         if not (type(n) is type(k) is int and 0 < k < n and seq_len % n == 0):
@@ -724,6 +761,8 @@ def check_settings(dev):
             sys.exit(f"batch_rows() returns {n}: type {wanted}")
     if samples not in ("", "auto") and any(s.count("[MASK]") != 1 for s in samples.split("|")):
         sys.exit("samples: each sentence needs one [MASK]; a | stands between two sentences")
+    if not all(n.strip().replace(".", "", 1).isdecimal() for n in snapshots.split(",") if n):
+        sys.exit(f"snapshots={snapshots}: type millions of words, such as --snapshots=1,2.5")
     with torch.device("meta"):
         optimizers = build_optimizers(MaskedLM(model_config()), torch.float32)  # or exits
     edits.check_mixing(model_config(), seq_len)

@@ -282,10 +282,11 @@ class Log:
             self.matmul_rate = max(self.matmul_rate, rate * parallel.WORLD_SIZE)
         speed, mfu = self.throughput()
         tokens, epochs = state.rows_seen * rows.seq_len, state.rows_seen / len(rows)
+        words = epochs * self.run.meta["counts"].get("words", 0) / 1e6  # 0 in older data
         steps = f"{state.step:,} steps, {state.skipped} of them skipped"
         took = f"{self.run.clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
-        read = f"{tokens:,} tokens, {epochs:.2f} epochs; {speed:,.0f} tokens/s, MFU {mfu:.0%}"
-        say(f"{steps}; {read}; {took}")
+        read = f"{tokens:,} tokens, {words:.2f}M words, {epochs:.2f} epochs"
+        say(f"{steps}; {read}; {speed:,.0f} tokens/s, MFU {mfu:.0%}; {took}")
         self.warn_if_few("the model has read", tokens)
         at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
         per_char = f"{losses['val_nats_per_char']:.4f} nats per character"

@@ -12,6 +12,8 @@ import torch
 import transformers
 import yaml
 from conftest import PIPES, PLOT, SMALL_MODEL, command, put, result, script, wait_for, wait_for_step
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from nanocram import machine, runlog
 from nanocram.data import fill_masks, held_out
@@ -162,6 +164,31 @@ def test_a_model_goes_on_with_longer_rows(finished, corpus, tmp_path, train, mon
     facts = json.loads((out / "run.json").read_text())
     assert facts["began_from"]["model"] == str(base) and facts["settings"]["dropout"] == 0.2
     assert config.nanocram["dropout"] == 0.2 and facts["settings"]["n_layer"] == 2
+
+
+def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path, monkeypatch):
+    """A snapshot is what a run leaves that ends there; passes are never more than was said."""
+    counts = json.loads((data_dir / "meta.json").read_text())["counts"]
+    n_rows = train.batch_size
+    steps = int(1.5 * counts["rows"] / n_rows)  # one more would read more than a pass and a half
+    words_in_step = n_rows * counts["words"] / counts["rows"] / 1e6
+    early, late = (f"{words_in_step * step:.9f}" for step in (2.5, steps))
+    put(monkeypatch, train, schedule="constant", warmup=0.0, mask_rate_end=train.mask_rate)
+    put(monkeypatch, train, batch_ramp=0.0)
+    put(monkeypatch, train, max_steps=0, max_epochs=1.5, snapshots=f"{early},{late},1000")
+    train.main()
+    out = tmp_path / "out"
+    assert read_log(out)[-1]["step"] == steps
+    names = [f"chck_{float(words):g}M" for words in (early, late)]
+    assert sorted(path.name for path in out.glob("chck_*")) == sorted(names)
+    weights = [load_file(out / name / "model.safetensors") for name in names]
+    assert_close(weights[1], load_file(out / "model.safetensors"), rtol=0, atol=0)
+    assert transformers.pipeline("fill-mask", str(out / names[0]))("it was a [MASK]")
+
+    put(monkeypatch, train, max_steps=3, out_dir=str(tmp_path / "short"))
+    train.main()
+    short = load_file(tmp_path / "short" / "model.safetensors")
+    assert_close(weights[0], short, rtol=0, atol=0)
 
 
 def test_a_run_that_is_over_is_completed_and_continued(

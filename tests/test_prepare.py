@@ -117,6 +117,7 @@ def test_rows_equal_a_second_implementation(data_dir, corpus):
         "held_out": len(val),
         "tokens": n_tokens,
         "val_tokens": n_val_tokens,
+        "words": sum(len(text.split()) for text, _ in train),
         "rows": len(rows),
         "val_rows": len(val_rows),
         "dropped_tokens": n_tokens % 127,

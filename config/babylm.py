@@ -4,27 +4,11 @@
 --n_inner=1024 (not measured on a GPU yet).
 """
 
-# prepare.py
+include("small.py")  # the sizes, a vocabulary of 8,192, how to fine-tune so small a model
 data_dir = "data/babylm"
-source = "text/*.train.txt"
-documents = "lines"  # one sentence or utterance each, as BLiMP and most of GLUE have them
-vocab_size = 8192
-filter_ratio = 0.0  # each word counts: drop none
-
-# train.py
 out_dir = "out/babylm"
+source = "text/*.train.txt"
+documents = "lines"  # one sentence or utterance each
+filter_ratio = 0.0  # each word counts: drop none
 max_epochs = 10
 snapshots = ",".join(map(str, [*range(1, 10), *range(10, 101, 10)]))  # as BabyLM wants them
-n_layer = 4
-n_head = 4
-n_embd = 256
-n_inner = 512
-micro_batch = 64
-batch_size = 64
-batch_start = 64
-eval_rows = 1024
-
-# finetune_glue.py, as in small.py
-glue_lr = 3e-4
-glue_dropout = 0.0
-glue_pooling = "mean"

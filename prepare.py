@@ -273,7 +273,7 @@ def process_batch(number, texts, state, folder, rule):
     vocabulary = load_tokenizer(folder / "tokenizer.json")
     threshold = filter_threshold()
     ids_of = {"kept": [], "held_out": [], "filtered": [], "empty": []}
-    characters, words = dict.fromkeys(ids_of, 0), dict.fromkeys(ids_of, 0)
+    characters, words = dict.fromkeys(ids_of, 0), 0
     for text in texts:
         normal = vocabulary.normalise(text)
         ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
@@ -286,13 +286,13 @@ def process_batch(number, texts, state, folder, rule):
             fate = "filtered"
         ids_of[fate].append(ids)
         characters[fate] += len(normal)
-        words[fate] += len(text.split())
+        words += len(text.split()) if fate == "kept" else 0
     count = {"read": len(texts)} | {fate: len(pieces) for fate, pieces in ids_of.items()}
     count["not_utf8"] = sum("\ufffd" in text for text in texts)
     none = np.zeros(0, np.uint16)
     kept = np.concatenate([none, *ids_of["kept"]])
     held_out = np.concatenate([none, *ids_of["held_out"]])
-    count |= {"tokens": len(kept), "characters": characters["kept"], "words": words["kept"]}
+    count |= {"tokens": len(kept), "characters": characters["kept"], "words": words}
     count |= {"val_tokens": len(held_out), "val_characters": characters["held_out"]}
 
     rows = np.random.default_rng(number).permutation(in_rows(kept))

@@ -20,7 +20,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 
-from nanocram.settings import assign, check, configure, own_value, read_ranks, typed
+from nanocram.settings import assign, check, configure, read_ranks, typed
 
 # fmt: off
 # the run
@@ -31,7 +31,7 @@ init = "scratch"
 seed = 0                        # of the weights, the masks, the dropout and where rows begin
 budget_hours = 24.0             # wall-clock hours, from compiling to the last save
 max_steps = 0                   # stop after so many steps, without a clock; 0 = use the budget
-max_epochs = 0.0                # stop before more passes over the rows, without a clock; 0 = any
+max_epochs = 0.0                # passes over the rows at most, without a clock; 0 = no limit
 # the batch
 micro_batch = 0                 # rows per forward pass; 0 = 32, or what a GPU holds up to 1024
 batch_size = 4096               # rows per optimiser step, once the ramp is over: 0.5M tokens
@@ -88,7 +88,7 @@ evals = 20                      # evaluations, evenly spread over the run, and o
 eval_rows = 4096                # held-out rows in each
 log_every = 10                  # optimiser steps per line of log.csv
 checkpoint_minutes = 10.0       # between checkpoints; 0 = only around step 1 and at the end
-snapshots = ""                  # millions of words after which to keep a copy of the model: "1,2.5"
+snapshots = ""                  # keep a copy of the model after so many million words: "1,2.5"
 wandb_project = ""              # log to this project of wandb.ai too (pip install wandb)
 # sentences to fill in, a | between two; '' = none; auto = English ones, if normalisation is ascii
 samples = "auto"
@@ -188,8 +188,8 @@ class Clock:
     data and building the model do not. A resumed run goes on from the seconds in its checkpoint.
     Not counted: the time between the two runs, and what was trained after the last checkpoint."""
 
-    def __init__(self, state):
-        self.state = state
+    def __init__(self, state, n_rows):
+        self.state, self.n_rows = state, n_rows
         self.begun = now() - state.elapsed
 
     def elapsed(self):
@@ -202,7 +202,7 @@ class Clock:
         start = now()
         yield
         seconds, usual = now() - start, self.forecast(kind)
-        if usual and seconds > 10 + 10 * usual and not max_steps:
+        if usual and seconds > 10 + 10 * usual and self.is_budget():
             advice = "--init=resume with a larger budget makes up for it"
             runlog.say(f"WARNING: a {kind} took {seconds:,.0f} s of the budget; {advice}")
         self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
@@ -218,14 +218,27 @@ class Clock:
 
     def has_room_for(self, kind):
         """Whether the next "eval" or "save" would be over in time."""
-        return bool(max_steps) or self.forecast(kind) < self.left()
+        return not self.is_budget() or self.forecast(kind) < self.left()
+
+    def is_budget(self):
+        """Whether time ends the run, and not a number of steps or passes."""
+        return not (max_steps or max_epochs)
+
+    def rows_left(self):
+        """Rows that max_epochs has left."""
+        return max_epochs * self.n_rows - self.state.rows_seen
 
     def progress(self):
-        """Share of the run that is over, in [0, 1]: steps / max_steps, or the time trained so far /
-        (that + the time left to train). Setting up uses budget but is no progress. It falls when a
-        run is resumed with a larger budget, and a little when the forecasts grow."""
-        if max_steps:
-            return min(1.0, self.state.step / max_steps)
+        """Share of the run that is over, in [0, 1]: steps / max_steps, rows / those of max_epochs,
+        or the time trained so far / (that + the time left to train). Setting up uses budget but is
+        no progress. It falls when a run is resumed with a larger budget, and a little when the
+        forecasts grow."""
+        by_steps = self.state.step / max_steps if max_steps else 0.0
+        by_rows = self.state.rows_seen / (max_epochs * self.n_rows) if max_epochs else 0.0
+        if max_epochs and self.rows_left() < batch_rows(by_rows):  # another step would be too many
+            by_rows = 1.0
+        if not self.is_budget():
+            return min(1.0, max(by_steps, by_rows))
         trained = self.elapsed() - self.state.setup_seconds
         return min(1.0, trained / max(1e-9, trained + self.left()))
 
@@ -393,8 +406,6 @@ def main():
     val_rows = Rows(Path(data_dir) / "val.bin", seq_len)
     held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
     tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
-    if max_epochs:
-        limit_steps(len(train_rows))
     if snapshots and "words" not in meta["counts"]:  # of an older prepare.py
         sys.exit(f"{data_dir} has no count of its words: delete it and rerun prepare.py")
 
@@ -411,15 +422,17 @@ def main():
         base = None  # free its memory
     is_finished = runlog.read_facts(out_dir).get("finished_at_step") == state.step > 0
     # a run that was stopped behind its last step gets its last evaluation and save
-    only_ends = resumes and state.step == max_steps > 0 and not is_finished
-    if resumes and not only_ends and Clock(state).progress() >= 1:
-        exit_idle(Clock(state), is_finished)
+    clock = Clock(state, len(train_rows))
+    is_at_end = state.step == max_steps > 0 or max_epochs > 0 <= clock.rows_left()
+    only_ends = resumes and is_at_end and clock.progress() >= 1 and not is_finished
+    if not only_ends and clock.progress() >= 1:
+        exit_idle(clock, is_finished)
     first_step = state.step
     settings = {name: globals()[name] for name in SETTINGS}
     log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
 
     # the budget begins now, the schedules begin after compiling
-    run.clock = clock = Clock(state)
+    run.clock = clock = Clock(state, len(train_rows))
     held_out_sets = set_up(run, held_out_rows)
     if master_process:
         by_frequency = frequency_loss(train_rows, held_out_rows)
@@ -487,7 +500,7 @@ class Run:
         self.micro_batch = micro_batch or (UNIT if dev.type == "cuda" else 32)
         self.small_pass = self.micro_batch
         self.state = State()
-        self.clock = Clock(self.state)  # main() starts another one when the budget begins
+        self.clock = Clock(self.state, len(rows))  # main() starts another when the budget begins
         self.saved_step = -1  # state.step at the last save
         self.saved_at = now()
         self.loss_like = {}  # {row_shape(): what loss_fn returns}, for ranks without a micro-batch
@@ -611,8 +624,9 @@ def exit_idle(clock, is_finished):
     """Exit: the budget has no room for another step."""
     hours = math.ceil(1000 * budget_hours - clock.left() / 3.6) / 1000
     step = clock.state.step
-    more = f"--max_steps={step + 1}" if max_steps else f"--budget_hours={hours}"
-    more = f"--max_epochs={max_epochs + 0.1:g}" if max_epochs else more
+    epochs = math.ceil(100 * (clock.state.rows_seen + batch_rows(1.0)) / clock.n_rows) / 100
+    more = f"--max_epochs={epochs}" if max_epochs else f"--budget_hours={hours}"
+    more = f"--max_steps={step + 1}" if step >= max_steps > 0 else more
     said = f"the budget ends at step {step:,}: to go on, type {more} or more"
     if init == "auto" and is_finished:  # which is no error
         code = machine.code_hash()
@@ -668,17 +682,17 @@ def save(run, log):
 
 
 def save_snapshots(run, folder, rows_before):
-    """Copy the model to folder/chck_NM where the last step read 98 % of a number N of snapshots: a
-    tenth pass over 10M words ends below 100M, for some words are held out."""
+    """Keep a copy in folder/chck_NM if the last step reached N million words."""
     per_row = run.meta["counts"].get("words", 0) / len(run.rows) / 1e6
     for n in map(float, filter(None, snapshots.split(","))):
-        if rows_before * per_row < 0.98 * n <= run.state.rows_seen * per_row:
+        if rows_before * per_row < n <= run.state.rows_seen * per_row:
             copy = folder / f"chck_{n:g}M"
             try:
                 with eval_weights(run):
                     model_folder.save(run.model, copy, trained_on=trained_on(run))
                 for path in folder.glob("tokenizer*.json"):
                     shutil.copy(path, copy)
+                runlog.say(f"step {run.state.step:,}: {copy}")
             except OSError as e:
                 runlog.say(f"WARNING: cannot save {copy}: {safety.disk_error(e)}")
 
@@ -702,16 +716,6 @@ def find_start(path):
     return False, base
 
 
-def limit_steps(n_rows):
-    """Set max_steps to what reads n_rows max_epochs times at most, if it is not set to fewer."""
-    steps = int(max_epochs * n_rows / fmean(batch_rows(i / 1000) for i in range(1000)))
-    while sum(batch_rows(i / steps) for i in range(steps)) > max_epochs * n_rows:
-        steps -= 1
-    if not steps:
-        sys.exit(f"max_epochs={max_epochs:g} is less than a step: type a smaller --batch_size")
-    assign(globals(), {"max_steps": min(own_value(globals(), "max_steps") or steps, steps)})
-
-
 def take_architecture(config, path):
     """Set the settings that weights are bound to as config, of the model at path, has them.
 
@@ -727,7 +731,7 @@ def take_architecture(config, path):
         sys.exit(f"{path} is of another model: type {' '.join(flags)}, or leave these out")
     for name, value in other.items():
         print(f"{name} = {value!r}, as {path} has it")
-    assign(globals(), other)
+    assign(globals(), other)  # the one place that changes settings
 
 
 def check_settings(dev):

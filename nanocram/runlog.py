@@ -136,7 +136,7 @@ class Log:
         speed = f"matrices of {run.amp_dtype} at {self.matmul_rate / 1e12:.2f} TFLOP/s"
         who = f"{self.facts['device']} multiplies {speed}"
         say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {who}")
-        if not settings["max_steps"]:
+        if run.clock.is_budget():
             most = settings["budget_hours"] * 3600 * self.matmul_rate / run.flops_per_token
             self.warn_if_few("the budget holds at most", most)
         if why := not_native(run.model):
@@ -260,7 +260,7 @@ class Log:
         said = f"step {state.step:,}  loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  "
         self.bar.set_postfix_str(f"{said}MFU {mfu:.0%}  {left / 60:.0f} min left", refresh=False)
         self.bar.update(progress - self.bar.n)
-        if before <= 10 < self.train_seconds and not self.facts["settings"]["max_steps"]:
+        if before <= 10 < self.train_seconds and self.run.clock.is_budget():
             tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             share = f"{tokens / self.facts['parameters']:.1f} tokens per parameter"
@@ -282,10 +282,11 @@ class Log:
             self.matmul_rate = max(self.matmul_rate, rate * parallel.WORLD_SIZE)
         speed, mfu = self.throughput()
         tokens, epochs = state.rows_seen * rows.seq_len, state.rows_seen / len(rows)
-        words = epochs * self.run.meta["counts"].get("words", 0) / 1e6  # 0 in older data
+        words = self.run.meta["counts"].get("words", 0)  # none in older data
+        words = f"{epochs * words / 1e6:.2f}M words, " if words else ""
         steps = f"{state.step:,} steps, {state.skipped} of them skipped"
         took = f"{self.run.clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
-        read = f"{tokens:,} tokens, {words:.2f}M words, {epochs:.2f} epochs"
+        read = f"{tokens:,} tokens, {words}{epochs:.2f} epochs"
         say(f"{steps}; {read}; {speed:,.0f} tokens/s, MFU {mfu:.0%}; {took}")
         self.warn_if_few("the model has read", tokens)
         at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]

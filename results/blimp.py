@@ -1,11 +1,11 @@
 """BLiMP (arXiv 1912.00582) of model folders of train.py: how often the right sentence is likelier.
 
     git clone https://github.com/alexwarstadt/blimp
-    python results/blimp.py blimp/data out/babylm/chck_* out/babylm
+    python results/blimp.py blimp/data out/babylm/chck_{1,10,90}M out/babylm
 
 A sentence's score is the sum of its tokens' log-probabilities, each hidden in its turn (Salazar et
 al., arXiv 1910.14659), as BabyLM's pipeline has it, ties for the right one included. It prints the
-accuracy of each field, in percent, and the mean over the 67 sets, each of which counts the same.
+accuracy of each field, in percent, and the mean over the 67 sets, all weighted equally.
 """
 
 import json
@@ -71,7 +71,10 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print("| model |", " | ".join([*fields, "all"]), "|\n| --- |" + " ---: |" * (len(fields) + 1))
     for folder in folders:
-        shares = accuracies(folder, pairs, device)
+        try:
+            shares = accuracies(folder, pairs, device)
+        except ValueError as e:
+            sys.exit(str(e))
         means = [fmean(shares[u] for u in shares if field_of[u] == name) for name in fields]
         cells = [f"{100 * x:.1f}" for x in [*means, fmean(shares.values())]]
         print(f"| {folder} |", " | ".join(cells), "|", flush=True)

@@ -28,7 +28,7 @@ LOSS = "val_loss_15"  # what is compared
 EQUAL = {"elapsed_s": 0.95, "tokens": 0.99}
 WIDEST = 0.25  # share of a run between two evaluations that a straight line may cross
 # settings in which the runs of a variant may differ
-FREE = ("seed", "out_dir", "init", "micro_batch", "checkpoint_minutes", "wandb_project")
+FREE = "seed out_dir init micro_batch checkpoint_minutes snapshots wandb_project".split()
 HEADING = (
     "| variant | seeds | parameters | tokens/s, all in | steps | tokens | held-out loss at 15 % "
     "| difference at equal clock | at equal tokens |"

@@ -167,12 +167,12 @@ def test_a_model_goes_on_with_longer_rows(finished, corpus, tmp_path, train, mon
 
 
 def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path, monkeypatch):
-    """A snapshot is what a run leaves that ends there; passes are never more than was said."""
+    """A snapshot is what a run leaves that ends there. A resume counts the passes that it found."""
     counts = json.loads((data_dir / "meta.json").read_text())["counts"]
     n_rows = train.batch_size
     steps = int(1.5 * counts["rows"] / n_rows)  # one more would read more than a pass and a half
     words_in_step = n_rows * counts["words"] / counts["rows"] / 1e6
-    early, late = (f"{words_in_step * step:.9f}" for step in (2.5, steps))
+    early, late = (f"{words_in_step * step:.9f}" for step in (2.5, steps - 0.5))
     put(monkeypatch, train, schedule="constant", warmup=0.0, mask_rate_end=train.mask_rate)
     put(monkeypatch, train, batch_ramp=0.0)
     put(monkeypatch, train, max_steps=0, max_epochs=1.5, snapshots=f"{early},{late},1000")
@@ -185,7 +185,16 @@ def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path
     assert_close(weights[1], load_file(out / "model.safetensors"), rtol=0, atol=0)
     assert transformers.pipeline("fill-mask", str(out / names[0]))("it was a [MASK]")
 
-    put(monkeypatch, train, max_steps=3, out_dir=str(tmp_path / "short"))
+    with pytest.raises(SystemExit, match=r"type --max_epochs=1\.\d\d or more"):
+        put(monkeypatch, train, init="resume")
+        train.main()
+    put(monkeypatch, train, batch_size=16, max_epochs=2.0)
+    train.main()
+    n_rows_left = 2 * counts["rows"] - steps * n_rows
+    assert read_log(out)[-1]["step"] == steps + n_rows_left // 16
+
+    put(monkeypatch, train, init="scratch", batch_size=n_rows, max_steps=3)
+    put(monkeypatch, train, out_dir=str(tmp_path / "short"))
     train.main()
     short = load_file(tmp_path / "short" / "model.safetensors")
     assert_close(weights[0], short, rtol=0, atol=0)

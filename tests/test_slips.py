@@ -54,7 +54,7 @@ SLIPS = {
         ("--init=model --out_dir=model", "init=model is out_dir: choose another"),
         ("--init=model --data_dir=nowhere", "give prepare.py --tokenizer=model"),
         ("--out_dir=mine", "mine exists and holds no run of train.py: choose another --out_dir"),
-        ("--max_epochs=0.001", "max_epochs=0.001 is less than a step: type a smaller --batch_size"),
+        ("--max_epochs=0.001", "the budget ends at step 0: to go on, type --max_epochs="),
         ("--snapshots=1M,2M", "snapshots=1M,2M: type millions of words, such as --snapshots=1,2.5"),
         ("--samples=none", "samples: each sentence needs one [MASK]"),
         ("--offload=True", "type --optimizer=adamw"),

@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanocram import CORES, safety, sources
-from nanocram.settings import assign, check, configure
+from nanocram.settings import assign, check, configure, recipes
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
 from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
 
@@ -474,7 +474,7 @@ def adopt_vocabulary():
 
 
 def next_command(tokens):
-    """The command that trains a model of a size for so many tokens."""
+    """The command that trains by the same recipes, or a model of a size for so many tokens."""
     flags = [f"--data_dir={data_dir}", f"--vocab_size={vocab_size}", f"--seq_len={seq_len}"]
     out = Path(data_dir).name
     if tokenizer and Path(tokenizer, "model.safetensors").exists():
@@ -484,8 +484,8 @@ def next_command(tokens):
         flags += [f"--max_seq_len={seq_len}"]
     flags += [f"--out_dir=out/{out}"]
     sizes = [(5e6, "tiny"), (1e8, "small"), (5e8, "domain")]
-    recipe = next((f" config/{name}.py" for most, name in sizes if tokens < most), "")
-    return f"python train.py{recipe} {shlex.join(flags)}"
+    by_size = [f"config/{name}.py" for most, name in sizes if tokens < most]
+    return shlex.join(["python", "train.py", *(recipes or by_size[:1]), *flags])
 
 
 def main():

@@ -7,7 +7,7 @@
 include("small.py")  # the sizes, a vocabulary of 8,192, how to fine-tune so small a model
 data_dir = "data/babylm"
 out_dir = "out/babylm"
-source = "text/*.train.txt"
+source = "data/text/*.train.txt"
 documents = "lines"  # one sentence or utterance each
 filter_ratio = 0.0  # each word counts: drop none
 max_epochs = 10

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 typed = set()  # the settings that the last command line named, recipes apart
+recipes = []  # those of the last command line
 
 
 def prepare_streams():
@@ -65,6 +66,7 @@ def configure(namespace, argv=None, also=None):
     values = {name: own_value(place, name) for name, place in places.items()}
     defaults = {k: place.get("SETTINGS", values).get(k, values[k]) for k, place in places.items()}
     typed.clear()
+    recipes.clear()
     for arg in argv:
         if arg.startswith("-"):
             name, equals, text = arg.lstrip("-").partition("=")
@@ -74,6 +76,7 @@ def configure(namespace, argv=None, also=None):
             where, elsewhere = "command line", {}
             given = {name: text}
         else:
+            recipes.append(arg)
             where, elsewhere = arg, settings_of_all_scripts(script.parent)
             given = run_recipe(arg, elsewhere | values, script.parent)
         for name, value in given.items():

@@ -202,7 +202,7 @@ class Clock:
         start = now()
         yield
         seconds, usual = now() - start, self.forecast(kind)
-        if usual and seconds > 10 + 10 * usual and self.is_budget():
+        if usual and seconds > 10 + 10 * usual and self.is_timed():
             advice = "--init=resume with a larger budget makes up for it"
             runlog.say(f"WARNING: a {kind} took {seconds:,.0f} s of the budget; {advice}")
         self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
@@ -218,9 +218,9 @@ class Clock:
 
     def has_room_for(self, kind):
         """Whether the next "eval" or "save" would be over in time."""
-        return not self.is_budget() or self.forecast(kind) < self.left()
+        return not self.is_timed() or self.forecast(kind) < self.left()
 
-    def is_budget(self):
+    def is_timed(self):
         """Whether time ends the run, and not a number of steps or passes."""
         return not (max_steps or max_epochs)
 
@@ -237,7 +237,7 @@ class Clock:
         by_rows = self.state.rows_seen / (max_epochs * self.n_rows) if max_epochs else 0.0
         if max_epochs and self.rows_left() < batch_rows(by_rows):  # another step would be too many
             by_rows = 1.0
-        if not self.is_budget():
+        if not self.is_timed():
             return min(1.0, max(by_steps, by_rows))
         trained = self.elapsed() - self.state.setup_seconds
         return min(1.0, trained / max(1e-9, trained + self.left()))

@@ -136,7 +136,7 @@ class Log:
         speed = f"matrices of {run.amp_dtype} at {self.matmul_rate / 1e12:.2f} TFLOP/s"
         who = f"{self.facts['device']} multiplies {speed}"
         say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {who}")
-        if run.clock.is_budget():
+        if run.clock.is_timed():
             most = settings["budget_hours"] * 3600 * self.matmul_rate / run.flops_per_token
             self.warn_if_few("the budget holds at most", most)
         if why := not_native(run.model):
@@ -260,7 +260,7 @@ class Log:
         said = f"step {state.step:,}  loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  "
         self.bar.set_postfix_str(f"{said}MFU {mfu:.0%}  {left / 60:.0f} min left", refresh=False)
         self.bar.update(progress - self.bar.n)
-        if before <= 10 < self.train_seconds and self.run.clock.is_budget():
+        if before <= 10 < self.train_seconds and self.run.clock.is_timed():
             tokens = state.rows_seen * self.run.rows.seq_len + speed * left
             epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             share = f"{tokens / self.facts['parameters']:.1f} tokens per parameter"

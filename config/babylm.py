@@ -11,4 +11,5 @@ source = "data/text/*.train.txt"
 documents = "lines"  # one sentence or utterance each
 filter_ratio = 0.0  # each word counts: drop none
 max_epochs = 10
-snapshots = ",".join(map(str, [*range(1, 10), *range(10, 100, 10)]))  # the last is the end
+# BabyLM's checkpoints, but for chck_100M, which is the finished model
+snapshots = ",".join(map(str, [*range(1, 10), *range(10, 100, 10)]))

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 typed = set()  # the settings that the last command line named, recipes apart
-recipes = []  # those of the last command line
+recipes = []  # the recipes that the last command line named
 
 
 def prepare_streams():

@@ -1,7 +1,7 @@
 """BLiMP (arXiv 1912.00582) of model folders of train.py: how often the right sentence is likelier.
 
-    git clone https://github.com/alexwarstadt/blimp
-    python results/blimp.py blimp/data out/babylm/chck_{1,10,90}M out/babylm
+    git clone https://github.com/alexwarstadt/blimp data/blimp
+    python results/blimp.py data/blimp/data out/babylm/chck_{1,10,90}M out/babylm
 
 A sentence's score is the sum of its tokens' log-probabilities, each hidden in its turn (Salazar et
 al., arXiv 1910.14659), as BabyLM's pipeline has it, ties for the right one included. It prints the
@@ -64,7 +64,7 @@ def main():
     data, *folders = sys.argv[1:]
     files = sorted(Path(data).glob("*.jsonl"))
     if not files:
-        sys.exit(f"{data} has no .jsonl: git clone https://github.com/alexwarstadt/blimp")
+        sys.exit(f"{data} has no .jsonl files: name the folder data of BLiMP's repository")
     pairs = [json.loads(line) for path in files for line in path.open(encoding="utf-8")]
     field_of = {pair["UID"]: pair["field"].replace("/", "_") for pair in pairs}
     fields = sorted(set(field_of.values()))

@@ -372,7 +372,7 @@ def make_loss(model, device, amp_dtype):
     Other entries, of any name, become their means over a step: log.csv has the single numbers.
     Evaluations call it too: put an auxiliary loss or smoothed labels behind `if model.training`.
     A number that changes over the run must be a tensor, or each value is compiled."""
-    # a tenth fewer bytes to move, and no difference in three pairs of runs (results/README.md)
+    # a tenth fewer bytes to move, and no difference in three pairs of runs (results/race_day.csv)
     if device.type == "cuda" and amp_dtype == torch.bfloat16:
         model.model.residual_dtype = torch.bfloat16
 

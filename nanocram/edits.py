@@ -147,6 +147,6 @@ def only_state_changes(run, script, in_pass):
         if found[: len(was)] != was:
             if in_pass:
                 said = f"a pass changes {name}, and so do evaluations: keep the mean over a step"
-                sys.exit(f"{said} in state.tensors (README.md: a statistic of the passes)")
+                sys.exit(f"{said} in state.tensors (docs/how_it_works.md: a statistic)")
             said = f"a step changes {name}, which a resume would not have: keep it in State"
-            sys.exit(f"{said} (README.md: what must survive a resume)")
+            sys.exit(f"{said} (docs/how_it_works.md: what must survive a resume)")

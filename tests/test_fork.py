@@ -1,4 +1,4 @@
-"""The edits of the README's table "Change it", and more, each in a copy of the code.
+"""The edits that README.md and docs/how_it_works.md name, and more, each in a copy of the code.
 
 A fork that has changed a place which such an edit starts from skips that test."""
 

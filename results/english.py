@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from nanocram import safety
 from nanocram.glue import TASKS
 
 ARTICLE, BOOK = slice(18_000), slice(5_000, 80_000)  # characters that are read of each
@@ -76,10 +77,12 @@ def main(wiki, gutenberg, glue, out):
         n_words = sum(len(text.split()) for text in own)
         print(f"{len(own):,} {name}: {sum(map(len, own)):,} characters, {n_words:,} words")
     data = b"\n\n".join(text.encode() for _, text in kept)
-    Path(out).write_bytes(data)
+    safety.write_beside(Path(out), lambda path: path.write_bytes(data))
     print(f"{len(texts) - len(kept)} dropped for {len(known):,} runs of GLUE; without {missing}")
     print(f"{time.process_time():.0f} s, sha256 {hashlib.sha256(data).hexdigest()}")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 5:
+        sys.exit("type python results/english.py wikiVisual Gutenberg_Text GLUE english.txt")
     main(*sys.argv[1:])

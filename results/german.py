@@ -1,7 +1,21 @@
-"""German paragraphs with their authors and decades, and what a bag of their characters knows.
+r"""German paragraphs with their authors and decades, and what a bag of their characters knows.
 
     git clone --depth=1 https://github.com/COST-ELTeC/ELTeC-deu
     python results/german.py ELTeC-deu german      # german/novels.txt, authors.csv, decades.csv
+    python prepare.py config/tiny.py --source=german/novels.txt --normalisation=plain \
+      --filter_ratio=0 --data_dir=data/german
+    python train.py config/tiny.py --data_dir=data/german --out_dir=out/german --budget_hours=0.5
+    python docs/finetune_own_labels.py out/german german/authors.csv out/authors --epochs=6
+
+With --fresh=1 the last command begins with fresh weights. Chinese reviews of hotels and shops:
+
+    git clone --depth=1 https://github.com/SophonPlus/ChineseNlpCorpus
+    mv ChineseNlpCorpus/datasets/*/*_htl_all.csv hotels.csv
+    python -m zipfile -e ChineseNlpCorpus/datasets/*/*_10_cats.zip .
+    python prepare.py config/tiny.py --source='hotels.csv,online_shopping_10_cats.csv' \
+      --text_column=review --normalisation=plain --filter_ratio=0 --data_dir=data/chinese
+    python train.py config/tiny.py --data_dir=data/chinese --out_dir=out/chinese --budget_hours=0.5
+    python docs/finetune_own_labels.py out/chinese hotels.csv out/hotels --text_column=review
 
 The texts are in the public domain; the mark-up of ELTeC (10.5281/zenodo.4662482) is CC BY 4.0.
 """

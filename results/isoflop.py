@@ -1,10 +1,15 @@
-"""Which size does a budget want? isoFLOP curves, their lowest points, and where they lead.
+r"""Which size does a budget want? isoFLOP curves, their lowest points, and where they lead.
 
     python results/isoflop.py    # reads isoflop.csv, prints the tables, draws isoflop.png
 
 Approach 2 of Chinchilla (arXiv 2203.15556): for each budget a parabola through the held-out losses
 in the logarithm of the parameters, then a line through the logarithms of the optima. A parabola is
-local: it goes through the lowest size and at most two neighbours on either side.
+local: it goes through the lowest size and at most two neighbours on either side. A run of it:
+
+    python prepare.py --source=large.txt.gz --data_dir=data/iso --vocab_size=4096
+    OMP_NUM_THREADS=1 python train.py --data_dir=data/iso --vocab_size=4096 --max_steps=3402 \
+      --n_layer=3 --n_embd=128 --n_head=4 --n_inner=256 --batch_ramp=0 --batch_size=32 \
+      --batch_start=32 --micro_batch=32 --evals=1 --compile=False
 """
 
 import csv

@@ -7,7 +7,7 @@ r"""German paragraphs with their authors and decades, and what a bag of their ch
     python train.py config/tiny.py --data_dir=data/german --out_dir=out/german --budget_hours=0.5
     python docs/finetune_own_labels.py out/german german/authors.csv out/authors --epochs=6
 
-With --fresh=1 the last command begins with fresh weights. Chinese reviews of hotels and shops:
+The same with decades.csv; --fresh=1 begins with fresh weights, also for Chinese reviews of hotels:
 
     git clone --depth=1 https://github.com/SophonPlus/ChineseNlpCorpus
     mv ChineseNlpCorpus/datasets/*/*_htl_all.csv hotels.csv

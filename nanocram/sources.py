@@ -21,14 +21,20 @@ BLOCK = 16 << 20  # bytes of a Hub file in one request; the next one comes while
 CELL = 1 << 24  # characters of a cell at most; a longer one is a quote that nothing closes
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
 
+# what makes a .csv of RFC 4180 of a table with other quotes; backslashes before no quote stay
+LINES = 'open(0, encoding="utf-8-sig", newline="")'
+ESCAPED = rf'(re.sub(r"(\\+)(?![\\\"])", r"\1\1", line) for line in {LINES})'
+ESCAPED_LINES = rf'{ESCAPED}, escapechar="\\", doublequote=False'
+ROWS = "csv.reader(LINES, strict=True, delimiter=SIGN)"
+SCRIPT = f"import csv, re, sys; csv.writer(sys.stdout).writerows({ROWS})"
+AS_CSV = f"type python -c '{SCRIPT}' < OLD > NEW.csv"
+
 
 def file_kind(path):
     """text, json, csv, tsv or parquet, by a file's name; None for all others."""
-    stem, ending = os.path.splitext(path.lower())
-    is_packed = ending in (".gz", ".zst")
-    kind = (os.path.splitext(stem)[1] if is_packed else ending).removeprefix(".")
+    kind = os.path.splitext(re.sub(r"\.(gz|zst)$", "", path.lower()))[1][1:]
     kind = {"txt": "text", "log": "text", "jsonl": "json"}.get(kind, kind)
-    is_read = kind in ("text", "json", "csv", "tsv") or (kind == "parquet" and not is_packed)
+    is_read = kind in ("text", "json", "csv", "tsv") or path.lower().endswith(".parquet")
     return kind if is_read else None
 
 
@@ -164,9 +170,7 @@ def json_rows(file, path, types):
                 record = read_object(record, file, types)
             if not isinstance(record, dict):
                 raise ValueError(f"{json.dumps(record):.40} is no object: take it out")
-            if names is None:
-                names = list(record)
-                check_record(record, types)
+            names = names or check_columns(types, record)
             yield [check_type(record.get(name), name, types[name]) for name in types]
         except ValueError as e:  # of a JSONDecodeError its msg, without a line within the line
             where = f"record {number}" if is_list else f"line {number}"
@@ -178,25 +182,14 @@ def read_object(line, file, types):
     """The value of a line. Raises ValueError, with what helps if it goes on in the next ones."""
     try:
         return json.loads(line)
-    except ValueError as e:
-        error = e
-    text, value, end = (line + file.read(1 << 26)).strip(), None, 0
-    with contextlib.suppress(ValueError):
-        value, end = json.JSONDecoder().raw_decode(text)
-    if isinstance(value, dict) and "\n" in text[:end]:
-        check_record(value, types)
-        raise ValueError("an object of several lines: type jq -c . OLD > NEW.jsonl")
-    raise error
-
-
-def check_record(record, types):
-    """check_columns() of an object; it may hold a list of those that are meant."""
-    column, hint = next(iter(types)), ""
-    for name, part in record.items():
-        if isinstance(part, list) and isinstance((part or [0])[0], dict) and column in part[0]:
-            path = f".{name}[]" if name.isidentifier() else f".[{json.dumps(name)}][]"
-            hint = f", or jq -c '{path}' OLD > NEW.jsonl"
-    check_columns(types, list(record), hint)
+    except ValueError:
+        text, value, end = (line + file.read(1 << 26)).strip(), None, 0
+        with contextlib.suppress(ValueError):
+            value, end = json.JSONDecoder().raw_decode(text)
+        if isinstance(value, dict) and "\n" in text[:end]:
+            check_columns(types, value)
+            raise ValueError("an object of several lines: type jq -c . OLD > NEW.jsonl") from None
+        raise
 
 
 def table_rows(file, path, types):
@@ -211,18 +204,22 @@ def table_rows(file, path, types):
         if delimiter != ",":
             say_once(f"{path}: its cells are separated by {delimiter!r}, as in its header")
     sign = re.escape(delimiter)
-    late_quote = re.compile(rf'(^|{sign}) +"[^"{sign}\r\n]')
     escaped = re.compile(rf'\\"[^"{sign}\r\n]')
+    late_quote = re.compile(rf'(^|{sign}) +"[^"{sign}\r\n]')
     # a line break in a quoted cell, whose begin or end is here; quotes within are doubled
     torn = re.compile(r'[^"\t]*(""[^"\t]*)*"(\t|$)|(.*\t)?"[^"\t]*(""[^"\t]*)*$')
-    if_escaped, if_quoted = rewrite(delimiter, is_escaped=True), rewrite(delimiter)
+    as_csv = AS_CSV.replace("SIGN", json.dumps(delimiter))
+    if_quoted = f"if its cells are quoted, {as_csv.replace('LINES', LINES)}"
+    if_escaped = f'if \\" stands for a quote, {as_csv.replace("LINES", ESCAPED_LINES)}'
 
     def check_quotes(line):
         if is_csv and ' "' in line and late_quote.search(line):
             raise csv.Error("a space stands before a quote")
         if '\\"' in line and escaped.search(line):
             say_once(f'{path}: \\" stays as it is; {if_escaped}')
-        if not is_csv and '"' in line and are_quoted(line.strip().split("\t")):
+        cells = [] if is_csv or '"' not in line else line.strip().split("\t")
+        quoted = [cell[1:-1] for cell in cells if len(cell) > 1 and cell[0] == cell[-1] == '"']
+        if len(cells) == len(quoted) > 1 or any('""' in cell for cell in quoted):
             say_once(f"{path}: quotes around cells stay as they are; {if_quoted}")
         return line
 
@@ -260,25 +257,6 @@ def table_rows(file, path, types):
         raise ValueError(f"line {begin}: {e}: {rule if is_csv else if_quoted}") from None
 
 
-def are_quoted(cells):
-    """Whether quotes surround all cells of a .tsv, or one that has doubled ones."""
-    quoted = [cell[1:-1] for cell in cells if len(cell) > 1 and cell[0] == cell[-1] == '"']
-    return len(cells) == len(quoted) > 1 or any('""' in cell for cell in quoted)
-
-
-def rewrite(delimiter, is_escaped=False):
-    """What makes a .csv of RFC 4180 of a table with other quotes."""
-    condition, modules = "if its cells are quoted", "csv, sys"
-    lines, options = 'open(0, encoding="utf-8-sig", newline="")', ""
-    if is_escaped:  # backslashes that stand before no quote stay
-        condition, modules = 'if \\" stands for a quote', "csv, re, sys"
-        lines = rf'(re.sub(r"(\\+)(?![\\\"])", r"\1\1", line) for line in {lines})'
-        options = r', escapechar="\\", doublequote=False'
-    rows = f"csv.reader({lines}, strict=True, delimiter={json.dumps(delimiter)}{options})"
-    script = f"import {modules}; csv.writer(sys.stdout).writerows({rows})"
-    return f"{condition}, type python -c '{script}' < OLD > NEW.csv"
-
-
 def parquet_rows(file, _, types):
     """pre_buffer=False: else Arrow fetches groups of rows, with all columns, ahead: several GB."""
     import pyarrow.parquet
@@ -302,10 +280,18 @@ def check_type(value, column, types):
 
 
 def check_columns(columns, names, hint=""):
+    """Raise ValueError where a column is not in names, which may be an object with a list of those
+    that are meant, or is there twice. Returns names."""
     for column in columns:
         if column not in names:
+            for name, part in names.items() if isinstance(names, dict) else ():
+                first = part[0] if isinstance(part, list) and part else None
+                if isinstance(first, dict) and column in first:
+                    path = f".{name}[]" if name.isidentifier() else f".[{json.dumps(name)}][]"
+                    hint = f", or jq -c '{path}' OLD > NEW.jsonl"
             have = " ".join(", ".join(map(str, names)).split())[:300]
             option = "--text_column=NAME" + " or --label_column=NAME" * (len(columns) > 1)
             raise ValueError(f"no column {column!r}, it has {have}: type {option}{hint}")
-        if names.count(column) > 1:
+        if list(names).count(column) > 1:
             raise ValueError(f"two columns are named {column!r}: rename one")
+    return names

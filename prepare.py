@@ -8,7 +8,6 @@ One process reads all files, local ones first; others turn batches of their text
 are merged at the end. Rerun the command to continue after a kill; the output is identical.
 """
 
-import collections
 import contextlib
 import functools
 import glob
@@ -25,11 +24,10 @@ import sys
 import threading
 import time
 import unicodedata
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from nanocram import CORES, safety, sources
 from nanocram.settings import assign, check, configure, recipes
@@ -79,22 +77,22 @@ def find_files():
         if name == "data/sample.txt.gz" and not os.path.isfile(name):  # from another folder
             name = os.path.join(os.path.dirname(__file__), name)
         matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
-        paths = {path for path in matches if not os.path.isdir(path)}
-        is_pattern = not name or glob.escape(name) != name
+        paths = sorted({path for path in matches if not os.path.isdir(path)})
         if matches and not paths:
             sys.exit(f"{matches[0]} is a folder: {sources.files_in(matches[0])}")
-        if not paths and (is_pattern or file_kind(name)):
+        if not paths and (not name or glob.escape(name) != name or file_kind(name)):
             sys.exit(f"no file matches {name!r}: give globs in quotes, --source='a/*.txt,b.jsonl'")
-        for path in sorted(paths):
+        for path in paths:
             if not file_kind(path):
                 kinds = ".txt, .log, .jsonl, .json, .csv, .tsv, each also .gz or .zst, or .parquet"
                 sys.exit(f"{path} is of no kind that is read: make it one of {kinds}")
             if not os.access(path, os.R_OK):
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
-        if paths - seen or not paths:  # globs may overlap
-            stats = [(path, os.stat(path)) for path in sorted(paths - seen)]
+        new = [path for path in paths if path not in seen]  # globs may overlap
+        if new or not paths:
+            stats = zip(new, map(os.stat, new), strict=True)
             found[name] = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
-        seen |= paths
+        seen.update(new)
     return found
 
 
@@ -117,8 +115,7 @@ def read_file(path, skipped):
             # the Hub may answer in a while; what it refuses and a reader's ValueError stay
             if hint or isinstance(e, ValueError) or not path.startswith(HUB) or tries == TRIES:
                 sys.exit(f"{why}: {hint or 'rerun the command once it is mended'}")
-            if not tries:
-                tqdm.write(f"{why}: it is tried again each minute, {TRIES} times")
+            safety.say_once(f"{why}: it is tried again each minute, {TRIES} times")
             tries += 1
             time.sleep(PAUSE)
 
@@ -158,12 +155,12 @@ def has_copies(texts):
     return len({hash(copy_key(text)) for text in texts}) < len(texts)
 
 
-def is_held_out(text, share, by_key=False):
+def is_held_out(text, val_share, by_key=False):
     """Decide by the text alone, or by its copy_key(), so that every copy of a held-out document
     stays out of training."""
     data = copy_key(text) if by_key else text.replace("\r\n", "\n").encode("utf-8", "replace")
     digest = hashlib.blake2b(data, digest_size=8).digest()
-    return int.from_bytes(digest, "little") < share * 2**64
+    return int.from_bytes(digest, "little") < val_share * 2**64
 
 
 def filter_threshold():
@@ -178,8 +175,8 @@ def filter_threshold():
 
 def make_vocabulary(files, folder):
     """Train it on the first texts of each source, or copy it; exit where it does not suit them.
-    Returns the share of the documents to hold out, and whether copy_key() decides: if some of these
-    texts are copies. Else it would move rows for nothing."""
+    Returns what is_held_out() takes: copy_key() decides if some of these texts are copies. Else it
+    would move rows for nothing."""
     print(f"vocabulary  {vocab_size} entries, of {tokenizer or f'{vocab_sample_mb} MB at most'}")
     sample, size, n_documents = [], 0, 0  # of all text, roughly
     for paths in files.values():
@@ -197,7 +194,8 @@ def make_vocabulary(files, folder):
     # hold out 1 %, less of a large text, up to 10 % so that it makes 200 rows and 8 documents
     least = max(200 * seq_len * 4 / size, 8 / n_documents)  # four characters are a token
     chosen = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
-    rule = val_share or float(f"{chosen:.1g}"), has_copies(sample)
+    share = val_share or float(f"{chosen:.1g}")
+    rule = {"val_share": share, "by_key": has_copies(sample)}
 
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
     if np.mean(["\ufffd" in text for text in begins]) > 0.5:
@@ -208,7 +206,7 @@ def make_vocabulary(files, folder):
         for name in ("tokenizer_config.json", "tokenizer.json"):
             safety.write_text(folder / name, (Path(tokenizer) / name).read_text("utf-8"))
     else:
-        to_train_on = (text for text in sample if not is_held_out(text, *rule))
+        to_train_on = (text for text in sample if not is_held_out(text, **rule))
         train_tokenizer(to_train_on, vocab_size, normalisation, folder)
     if filter_ratio < 0 and filter_threshold():
         vocabulary = Tokenizer(folder / "tokenizer.json")
@@ -272,37 +270,34 @@ def process_batch(number, texts, state, folder, rule):
     """Write a batch's rows, shuffled, and its held-out ids, then state, which is returned."""
     vocabulary = load_tokenizer(folder / "tokenizer.json")
     threshold = filter_threshold()
-    ids_of = {"kept": [], "held_out": [], "filtered": [], "empty": []}
-    characters, words = dict.fromkeys(ids_of, 0), 0
-    for text in texts:
-        normal = vocabulary.normalise(text)
-        ids = np.append(vocabulary.encode_normal(normal), np.uint16(SEP))
-        fate = "kept"
-        if len(ids) == 1:
-            fate = "empty"
-        elif is_held_out(text, *rule):
-            fate = "held_out"
-        elif threshold and len(ids) - 1 >= threshold * len(normal):
-            fate = "filtered"
-        ids_of[fate].append(ids)
-        characters[fate] += len(normal)
-        words += len(text.split()) if fate == "kept" else 0
-    count = {"read": len(texts)} | {fate: len(pieces) for fate, pieces in ids_of.items()}
+    normals = [vocabulary.normalise(text) for text in texts]
+    pieces = [np.append(vocabulary.encode_normal(normal), np.uint16(SEP)) for normal in normals]
+    n_tokens, n_characters = (np.array([*map(len, parts)]) for parts in (pieces, normals))
+    reasons = {  # not to keep a text, the first that holds
+        "empty": n_tokens == 1,
+        "held_out": [is_held_out(text, **rule) for text in texts],
+        "filtered": (n_tokens - 1 >= threshold * n_characters) & (threshold > 0),
+    }
+    fate = np.select([*reasons.values()], [*reasons], "kept")
+    kept, held_out = fate == "kept", fate == "held_out"
+    count = {"read": len(texts), "kept": int(kept.sum())}
+    count |= {name: int((fate == name).sum()) for name in ("held_out", "filtered", "empty")}
     count["not_utf8"] = sum("\ufffd" in text for text in texts)
     none = np.zeros(0, np.uint16)
-    kept = np.concatenate([none, *ids_of["kept"]])
-    held_out = np.concatenate([none, *ids_of["held_out"]])
-    count |= {"tokens": len(kept), "characters": characters["kept"], "words": words}
-    count |= {"val_tokens": len(held_out), "val_characters": characters["held_out"]}
+    train_ids = np.concatenate([none, *itertools.compress(pieces, kept)])
+    val_ids = np.concatenate([none, *itertools.compress(pieces, held_out)])
+    count |= {"tokens": len(train_ids), "characters": int(n_characters[kept].sum())}
+    count["words"] = sum(len(text.split()) for text in itertools.compress(texts, kept))
+    count |= {"val_tokens": len(val_ids), "val_characters": int(n_characters[held_out].sum())}
 
-    rows = np.random.default_rng(number).permutation(in_rows(kept))
+    rows = np.random.default_rng(number).permutation(in_rows(train_ids))
     stops = np.zeros(len(rows), np.int64)
     if order == "curriculum":  # it counts "." alone, as the paper's code: no "?", no '."'
         stops = (rows == vocabulary.encoding.encode_single_token(".")).sum(axis=1)
         rows = rows[np.argsort(-stops, kind="stable")]
     stem = folder / f"batch-{number:05}"
     safety.write_beside(stem.with_suffix(".train"), rows.tofile)
-    safety.write_beside(stem.with_suffix(".val"), held_out.tofile)
+    safety.write_beside(stem.with_suffix(".val"), val_ids.tofile)
     state |= {"rows": np.bincount(stops).tolist(), "counts": count}  # rows by their full stops
     safety.write_text(stem.with_suffix(".json"), json.dumps(state))
     return state
@@ -323,7 +318,7 @@ def process_batches(files, folder, rule):
     sums = [""]  # of the first 0, 1, 2 files
     for file in files:
         sums.append(hashlib.blake2b(f"{sums[-1]}{file}".encode(), digest_size=8).hexdigest())
-    states, wanted = [], max_tokens or np.inf
+    states, running, wanted = [], [], max_tokens or np.inf
     # go on behind finished batches, up to the first that is of other files
     while (path := folder / f"batch-{len(states):05}.json").exists():
         state = json.loads(path.read_text("utf-8"))
@@ -337,22 +332,17 @@ def process_batches(files, folder, rule):
     unit = "tokens" if max_tokens else "B"
     bar = safety.Bar(total=max_tokens or size, unit=unit, unit_scale=True)
     batches = read_batches(files, states[-1]["place"] if states else [0, 0])
-    running = collections.deque()
     with new_processes(n) as pool, bar:
         while hub_tokens(states) < wanted:
-            try:
-                while len(running) < n + 2 and (batch := next(batches, None)):  # two read ahead
-                    texts, state = batch
-                    file, document = state["place"]
-                    state["checksum"] = sums[file + (document > 0)]
-                    number = len(states) + len(running)
-                    running.append(pool.submit(process_batch, number, texts, state, folder, rule))
-            except SystemExit as e:  # a file is broken: say so once what came before is done
-                running.append(Future())
-                running[-1].set_exception(e)
+            while len(running) < n + 2 and (batch := next(batches, None)):  # two read ahead
+                texts, state = batch
+                file, document = state["place"]
+                state["checksum"] = sums[file + (document > 0)]
+                number = len(states) + len(running)
+                running.append(pool.submit(process_batch, number, texts, state, folder, rule))
             if not running:
                 break
-            states.append(running.popleft().result())
+            states.append(running.pop(0).result())
             bar.update((hub_tokens(states) if max_tokens else states[-1]["bytes"]) - bar.n)
     return states
 
@@ -400,7 +390,7 @@ def finish(states, folder, settings, rule):
         more = "--documents=lines, or a larger --val_share, or more text"
         sys.exit(f"{few}: delete {folder}, then give {more}")
     meta = {"settings": settings, "vocab_size": vocab_size, "seq_len": seq_len}
-    meta |= {"val_share": rule[0], "by_key": rule[1], "counts": count, "sha256": {}}
+    meta |= rule | {"counts": count, "sha256": {}}
     for name in ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin"):
         with open(folder / name, "r+b") as f:
             meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
@@ -532,11 +522,10 @@ def main():
             print(f"WARNING: files have changed; {again}")
         if "val_share" not in plan:
             with new_processes(1) as pool:  # its memory ends with it, and its readers
-                rule = pool.submit(make_vocabulary, files, folder).result()
-            plan |= {"val_share": rule[0], "by_key": rule[1]}
+                plan |= pool.submit(make_vocabulary, files, folder).result()
             safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
         print(f"held out    {100 * plan['val_share']:g} % of the documents")
-        rule = plan["val_share"], plan.get("by_key", False)  # older plans: by the text alone
+        rule = {name: plan.get(name) for name in ("val_share", "by_key")}  # an older one has no key
         states = process_batches(every, folder, rule)
         print("merging")
         count = finish(states, folder, wanted, rule)

@@ -52,18 +52,11 @@ from tqdm import tqdm
 from model import Classifier, MaskedLM, mixed_precision
 from nanocram import glue, machine, model_folder, runlog, safety
 from nanocram.data import Ragged, batches_by_length
-from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
+from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer
 
 # The paper's values, and those of BERT for --baseline=hf:…; a table names what a run did otherwise.
-PAPER = {
-    "epochs": 5,
-    "glue_warmup": 0.1,
-    "glue_schedule": "cosine",
-    "glue_beta2": 0.98,
-    "glue_eps": 1e-6,
-    "glue_weight_decay": 0.0,
-    "glue_seq_len": 128,
-}
+PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_schedule": "cosine", "glue_beta2": 0.98}
+PAPER |= {"glue_eps": 1e-6, "glue_weight_decay": 0.0, "glue_seq_len": 128}
 PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "glue_pooling": "cls"}
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 
@@ -98,9 +91,11 @@ class Ours:
         """[(sentence,) or (first, second), …] -> rows: (ids, length of the first)."""
         for text in texts:
             parts = [self.tokenizer.encode(part) for part in text]
-            # beside one [CLS], and one [SEP] for each part
-            keep = truncated([len(part) for part in parts], glue_seq_len - 1 - len(parts))
-            parts = [np.append(part[:n], SEP) for part, n in zip(parts, keep, strict=True)]
+            left = glue_seq_len - 1 - len(parts)  # beside one [CLS], and one [SEP] for each part
+            by_length = np.argsort([len(part) for part in parts], kind="stable")
+            for n, i in enumerate(by_length):  # the longer of two gets what the other leaves
+                parts[i] = np.append(parts[i][: left // (len(parts) - n)], SEP)
+                left -= len(parts[i]) - 1
             yield np.concatenate([[CLS], *parts]), 1 + len(parts[0])
 
     def build(self, n_outputs):

@@ -23,10 +23,8 @@ def write_beside(path, write):
         with open(temporary, "r+b") as f:
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # it must not keep the disk full
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)  # it must not keep the disk full
 
 
 def write_text(path, text):

@@ -31,14 +31,14 @@ def prepare_streams():
 def read_ranks():
     """(rank, rank on this machine, number of ranks), from the variables that torchrun sets."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    there = {"LOCAL_RANK": "0"} | {name: os.environ[name] for name in names if os.environ.get(name)}
-    if there.get("WORLD_SIZE", "1") == "1":
-        if there.get("RANK", "0") != "0":  # left over from a batch system
+    there = dict.fromkeys(names, "not set") | {"LOCAL_RANK": "0"}
+    there |= {name: os.environ[name] for name in names if os.environ.get(name)}
+    if there["WORLD_SIZE"] in ("1", "not set"):
+        if there["RANK"] not in ("0", "not set"):  # left over from a batch system
             print(f"WARNING: RANK={there['RANK']} is ignored: there are no other ranks")
         return 0, 0, 1
-    for name in names:
-        if name not in there or not (there[name].isdecimal() or name == "MASTER_ADDR"):
-            value = there.get(name, "not set")
+    for name, value in there.items():
+        if value == "not set" or not (value.isdecimal() or name == "MASTER_ADDR"):
             sys.exit(f"WORLD_SIZE is set, but {name} is {value}: unset WORLD_SIZE, or use torchrun")
     return tuple(int(there[name]) for name in names[:3])
 
@@ -81,8 +81,7 @@ def configure(namespace, argv=None, also=None):
             given = run_recipe(arg, elsewhere | values, script.parent)
         for name, value in given.items():
             if name in values:
-                if value is not values[name]:  # a recipe leaves most as they are
-                    values[name] = convert(where, name, value, defaults[name])
+                values[name] = convert(where, name, value, defaults[name])
             elif name not in elsewhere:
                 near = difflib.get_close_matches(name, elsewhere | values, 1)
                 guess = f"did you mean {near[0]}?" if near else "--help lists them"

@@ -110,9 +110,9 @@ def train_tokenizer(texts, size, mode, folder):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    by_words = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_words, byte_level])
     # The space that normalise() puts before the first word is in no text: decode() leaves it out.
     # That of another word is in its token, but not in the token's offsets: with it the span of a
     # name began with a space, and the collator for whole words took a whole row for one word.
@@ -123,8 +123,8 @@ def train_tokenizer(texts, size, mode, folder):
     single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
     template = processors.TemplateProcessing(single, pair, [("[CLS]", CLS), ("[SEP]", SEP)])
     tokenizer.post_processor = processors.Sequence([offsets, template])
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*SPECIAL], show_progress=False)
-    trainer.initial_alphabet = byte_level.alphabet()
+    options = {"special_tokens": [*SPECIAL], "initial_alphabet": byte_level.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **options)
     tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
     got = tokenizer.get_vocab_size()
     if got < size:
@@ -137,11 +137,8 @@ def train_tokenizer(texts, size, mode, folder):
     # entry is a merge, in the order of the ids.
     vocab = spec["model"]["vocab"]
     entries = sorted(vocab.keys() - SPECIAL.keys(), key=vocab.get)
-    merges = []
-    for entry in entries:
-        for i in range(1, len(entry)):
-            if entry[:i] in vocab and entry[i:] in vocab:
-                merges.append([entry[:i], entry[i:]])
+    splits = ((entry[:i], entry[i:]) for entry in entries for i in range(1, len(entry)))
+    merges = [split for split in splits if vocab.keys() >= set(split)]
     spec["model"] |= {"merges": merges, "ignore_merges": True}
     # A word of running text has the space before it in its token, so a [MASK] for it takes it too.
     # The other normalisations drop that space, this one would leave it as a token of its own.
@@ -201,13 +198,3 @@ class Tokenizer:
         without a space in front go on with what is before them, be it a bracket or a quote."""
         begins = [self.decode([i])[0] for i in range(self.vocab_size)]
         return [unicodedata.category(char)[0] not in "LMN" and char != "\ufffd" for char in begins]
-
-
-def truncated(lengths, limit):
-    """How much of one or two texts of these lengths fits into limit tokens: the longer gives."""
-    if len(lengths) == 1:
-        return [min(lengths[0], limit)]
-    first, second = lengths
-    short = min(first, second, limit // 2)
-    long = min(max(first, second), limit - short)
-    return [short, long] if first <= second else [long, short]

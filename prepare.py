@@ -14,7 +14,6 @@ import glob
 import hashlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import re
@@ -61,7 +60,6 @@ SETTINGS = configure(globals())
 
 BATCH = 1 << 23  # characters
 PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
-WHITE = bytes([*range(9, 14), *range(28, 33)])  # white space of ASCII
 MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
 load_tokenizer = functools.cache(Tokenizer)  # once in a process
 
@@ -90,8 +88,7 @@ def find_files():
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
         new = [path for path in paths if path not in seen]  # globs may overlap
         if new or not paths:
-            stats = zip(new, map(os.stat, new), strict=True)
-            found[name] = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+            found[name] = [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in new]
         seen.update(new)
     return found
 
@@ -144,9 +141,8 @@ def read_batches(files, place, least=None):
 
 def copy_key(text):
     """The bytes that copies share which differ in case, white space and Unicode's form alone."""
-    if not text.isascii():
-        text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return text.encode("utf-8", "replace").lower().translate(None, WHITE)
+    shared = "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return shared.encode("utf-8", "replace")
 
 
 def has_copies(texts):
@@ -169,7 +165,7 @@ def filter_threshold():
     if filter_ratio >= 0 or vocab_size < 4096 or normalisation == "none":
         return max(0.0, filter_ratio)
     least, slope = (0.237, 0.011) if normalisation == "ascii" else (0.246, 0.014)
-    halvings = max(0.0, 15 - math.log2(vocab_size))
+    halvings = max(0.0, 15 - np.log2(vocab_size))
     return round(least + slope * halvings + 0.0041 * halvings**2, 3)
 
 
@@ -334,8 +330,7 @@ def process_batches(files, folder, rule):
     batches = read_batches(files, states[-1]["place"] if states else [0, 0])
     with new_processes(n) as pool, bar:
         while hub_tokens(states) < wanted:
-            while len(running) < n + 2 and (batch := next(batches, None)):  # two read ahead
-                texts, state = batch
+            for texts, state in itertools.islice(batches, n + 2 - len(running)):  # two read ahead
                 file, document = state["place"]
                 state["checksum"] = sums[file + (document > 0)]
                 number = len(states) + len(running)
@@ -370,8 +365,9 @@ def merge(states, folder):
     return len(batch_of_row)
 
 
-def finish(states, folder, settings, rule):
-    """Merge the batches; write meta.json, which makes the folder finished; return its counts."""
+def finish(states, folder, settings, rule, begin):
+    """Merge the batches; write meta.json, which makes the folder finished; print what was read and
+    written since begin, and the command that comes next."""
     count = {name: sum(s["counts"][name] for s in states) for name in states[0]["counts"]}
     count["rows"] = merge(states, folder)
     held_out = [np.fromfile(folder / f"batch-{i:05}.val", np.uint16) for i in range(len(states))]
@@ -396,18 +392,13 @@ def finish(states, folder, settings, rule):
             meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
             os.fsync(f.fileno())
     safety.write_text(folder / "meta.json", json.dumps(meta, indent=2))
-    return count
-
-
-def report(count, seconds):
-    """Print what was read and written, and the command that comes next."""
     length = count["characters"] / count["tokens"]
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
     print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
     words = f"{count.get('words', 0):,} words"  # 0 in a folder that an older version began
     print(f"tokens      {count['tokens']:,}, {length:.2f} characters each, {words}")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
-    print(f"written     {data_dir} in {seconds:.1f} s")
+    print(f"written     {data_dir} in {time.perf_counter() - begin:.1f} s")
     if count["not_utf8"]:
         few = f"WARNING: {count['not_utf8']} documents have U+FFFD, as text that is not UTF-8 gets"
         print(f"{few}: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
@@ -488,8 +479,8 @@ def main():
         "seq_len": (8, 65536),
         "val_tokens": (seq_len, 10**9),
         "max_tokens": (0, 10**15),
-        "vocab_sample_mb": (0, math.inf),
-        "filter_ratio": (-1, math.inf),
+        "vocab_sample_mb": (0, np.inf),
+        "filter_ratio": (-1, np.inf),
         "processes": (0, 1000),
         "val_share": (0, 0.5),
     }
@@ -528,8 +519,7 @@ def main():
         rule = {name: plan.get(name) for name in ("val_share", "by_key")}  # an older one has no key
         states = process_batches(every, folder, rule)
         print("merging")
-        count = finish(states, folder, wanted, rule)
-        report(count, time.perf_counter() - begin)
+        finish(states, folder, wanted, rule, begin)
     for path in (*folder.glob("batch-[0-9]*"), folder / "plan.json"):
         path.unlink(missing_ok=True)
 

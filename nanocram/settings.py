@@ -18,15 +18,6 @@ typed = set()  # the settings that the last command line named, recipes apart
 recipes = []  # the recipes that the last command line named
 
 
-def prepare_streams():
-    """Let stdout and stderr, be they closed or a notebook's, take any character, line by line."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        with contextlib.suppress(AttributeError):
-            getattr(sys, name).reconfigure(line_buffering=True, errors="replace")
-
-
 @functools.cache
 def read_ranks():
     """(rank, rank on this machine, number of ranks), from the variables that torchrun sets."""
@@ -48,7 +39,12 @@ def configure(namespace, argv=None, also=None):
     {name: default}. also: another script, whose settings can be set too.
 
     A later call, in a notebook, begins from the defaults and from what was assigned by hand."""
-    prepare_streams()
+    # let stdout and stderr, be they closed or a notebook's, take any character, line by line
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        with contextlib.suppress(AttributeError):
+            getattr(sys, name).reconfigure(line_buffering=True, errors="replace")
     own = find_settings(namespace)
     if argv is None and namespace["__name__"] != "__main__":
         return own

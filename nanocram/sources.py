@@ -5,7 +5,6 @@ A file of the Hub is streamed in blocks as if it lay here.
 
 import contextlib
 import csv
-import functools
 import gzip
 import io
 import itertools
@@ -146,7 +145,7 @@ def split_documents(file, by_line=False):
     """Yield documents: one ends at a blank line, or at each line if by_line, or at MAX_DOCUMENT
     characters. Some may be blank."""
     document, size = [], 0
-    for line in iter(functools.partial(file.readline, MAX_DOCUMENT), ""):
+    while line := file.readline(MAX_DOCUMENT):
         document.append(line)
         size += len(line)
         if by_line or not line.strip() or size >= MAX_DOCUMENT:

@@ -65,8 +65,7 @@ class Rows:
         """Read n rows from start on, and start to copy them to the device, for fetch()."""
         rows = self.read(start, n)
         on_gpu = self.dev.type == "cuda"
-        if on_gpu:
-            rows = rows.pin_memory()
+        rows = rows.pin_memory() if on_gpu else rows
         self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
 
     def fetch(self, start, n):

@@ -22,9 +22,8 @@ MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at 
 
 # what makes a .csv of RFC 4180 of a table with other quotes; backslashes before no quote stay
 LINES = 'open(0, encoding="utf-8-sig", newline="")'
-ESCAPED = rf'(re.sub(r"(\\+)(?![\\\"])", r"\1\1", line) for line in {LINES})'
-ESCAPED_LINES = rf'{ESCAPED}, escapechar="\\", doublequote=False'
-ROWS = "csv.reader(LINES, strict=True, delimiter=SIGN)"
+ESCAPED_LINES = rf'(re.sub(r"(\\+)(?![\\\"])", r"\1\1", line) for line in {LINES})'
+ROWS = "csv.reader({}, strict=True, delimiter={})"
 SCRIPT = f"import csv, re, sys; csv.writer(sys.stdout).writerows({ROWS})"
 AS_CSV = f"type python -c '{SCRIPT}' < OLD > NEW.csv"
 
@@ -207,9 +206,9 @@ def table_rows(file, path, types):
     late_quote = re.compile(rf'(^|{sign}) +"[^"{sign}\r\n]')
     # a line break in a quoted cell, whose begin or end is here; quotes within are doubled
     torn = re.compile(r'[^"\t]*(""[^"\t]*)*"(\t|$)|(.*\t)?"[^"\t]*(""[^"\t]*)*$')
-    as_csv = AS_CSV.replace("SIGN", json.dumps(delimiter))
-    if_quoted = f"if its cells are quoted, {as_csv.replace('LINES', LINES)}"
-    if_escaped = f'if \\" stands for a quote, {as_csv.replace("LINES", ESCAPED_LINES)}'
+    if_quoted = f"if its cells are quoted, {AS_CSV.format(LINES, json.dumps(delimiter))}"
+    escapes = rf'{json.dumps(delimiter)}, escapechar="\\", doublequote=False'
+    if_escaped = f'if \\" stands for a quote, {AS_CSV.format(ESCAPED_LINES, escapes)}'
 
     def check_quotes(line):
         if is_csv and ' "' in line and late_quote.search(line):

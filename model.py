@@ -220,32 +220,25 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, attention_mask=None, positions=None):
+    def forward(self, x, rope=None, attention_mask=None, positions=None, full=None):
         """x (B, T, C) has all tokens of each row, in order; attention_mask (B, T) is 0 at padding,
-        None where there is none. Returns the vectors at positions (B, K), or all of them."""
+        None where there is none. Returns the vectors at positions (B, K), or all of them.
+
+        In later narrow layers x has the tokens at positions alone; they attend to full (B, T, C).
+        """
         # what mixes tokens belongs here, where x has all of them
         normed = x if self.post_norm else self.attn_norm(x)
-        queries = gather_positions(normed, positions)
-        attended = self.attn(queries, normed, rope, attention_mask, positions)
+        if full is None:
+            queries, keys = gather_positions(normed, positions), normed
+            x = gather_positions(x, positions)
+        else:
+            queries, keys = normed, full if self.post_norm else self.attn_norm(full)
         # from here on the last layer has only the tokens to predict (B, K, C), in random order
-        return self.add_mlp(gather_positions(x, positions) + self.drop(attended))
-
-    def add_mlp(self, x):
-        """The second half of a block, from x with attention added to it: each token by itself."""
+        x = x + self.drop(self.attn(queries, keys, rope, attention_mask, positions))
         if self.post_norm:
             x = self.attn_norm(x)
             return self.mlp_norm(x + self.drop(self.mlp(x)))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
-
-
-class NarrowBlock(Block):
-    """NarrowBERT's second and later narrow layers (arXiv 2301.04761): x (B, K, C) are the tokens at
-    positions alone, which attend to full (B, T, C), the output of the last full layer."""
-
-    def forward(self, x, rope, attention_mask, positions, full):
-        norm = nn.Identity() if self.post_norm else self.attn_norm
-        attended = self.attn(norm(x), norm(full), rope, attention_mask, positions)
-        return self.add_mlp(x + self.drop(attended))
 
 
 class Encoder(nn.Module):
@@ -259,8 +252,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.embeddings = Embeddings(config)
         self.n_full = config.n_layer - max(1, config.n_narrow)
-        kinds = [NarrowBlock if i > self.n_full else Block for i in range(config.n_layer)]
-        self.layers = nn.ModuleList(kind(config, first=i == 0) for i, kind in enumerate(kinds))
+        layers = range(config.n_layer)
+        self.layers = nn.ModuleList(Block(config, first=i == 0) for i in layers)
         self.residual_dtype = None  # of the sums in full layers, if not post-norm: see make_loss()
         self.post_norm = config.post_norm
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from model import Block, MaskedLM, gather_positions
+from model import MaskedLM, gather_positions
 from nanocram.offload import Streamed
 from nanocram.safety import first_line
 
@@ -49,15 +49,16 @@ def check_mixing(config, T):
     What an edit does in training mode alone is not seen."""
     model, ids, positions = small_model(config, T)
 
-    def compare(found, wanted, said, first=0):
-        for i, (a, b) in enumerate(zip(found, wanted, strict=True), first):
+    def compare(found, wanted, said):
+        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
             b = b if a.shape == b.shape else gather_positions(b, positions)
             if not torch.allclose(a, b, 1e-3, 1e-3):
                 place = f"layer {i}" if i < config.n_layer else "what follows the layers"
                 sys.exit(f"an edit of model.py {said.format(place)}")
 
     said = "changes {} where only some tokens are computed: what mixes tokens belongs at the top "
-    said += "of Block.forward(), where x has all of them; a mask (T, T) needs its rows at positions"
+    said += "of Block.forward(), where x has all of them (unless a layer is narrow: type "
+    said += "--n_narrow=0); a mask (T, T) needs its rows at positions"
     compare(outputs(model, ids, positions), outputs(model, ids), said)
     n = T - 4  # tokens of the second row, before its padding
     mask = torch.arange(T) < torch.tensor([[T], [n]])
@@ -65,13 +66,6 @@ def check_mixing(config, T):
     said = "gives a row other numbers in {} beside padding or another row: in Block.forward(), set "
     said += "what it mixes to 0 where attention_mask (B, T), if given, is 0"
     compare(beside_padding, [y[0] for y in outputs(model, ids[1:, :n])], said)
-    encoder, x = model.model, model.model.embeddings(ids)
-    rope = (encoder.rope_cos[:T, None], encoder.rope_sin[:T, None]) if encoder.rope else None
-    said = "is not in NarrowBlock.forward(), as it is in Block.forward(), in {}: put it there too, "
-    said += "or type --n_narrow=0"
-    for i in range(encoder.n_full + 1, config.n_layer):
-        found = encoder.layers[i](gather_positions(x, positions), rope, None, positions, x)
-        compare([found], [Block.forward(encoder.layers[i], x, rope, None, positions)], said, i)
 
 
 def check_streaming(config, T, dev):

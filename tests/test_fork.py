@@ -202,7 +202,7 @@ def test_another_model(fork, name):
         (OUTPUT, MIXED, "top of Block"),
         (NORMED, MIXED, "padding or another row"),
         (NORMED, "        x = x + x.mean(0)\n", "padding or another row"),
-        (NORMED, PADDING + MIXED, "--n_narrow=0"),  # narrow layers have a forward() of their own
+        (NORMED, PADDING + MIXED, "--n_narrow=0"),  # x of narrow layers has few tokens
     ],
     ids=["behind the gathering", "of padding", "of the batch", "not in narrow layers"],
 )
@@ -215,7 +215,7 @@ def test_a_layer_that_mixes_in_the_wrong_place_is_one_line(fork, place, new, sai
 
 def test_a_mask_that_some_layers_have(fork):
     """Attention to neighbours in each third layer, without positions and with them."""
-    fork.edit("model.py", "kind(config, first=i == 0)", "kind(config, i == 0, near=i % 3 == 2)")
+    fork.edit("model.py", "Block(config, first=i == 0)", "Block(config, i == 0, near=i % 3 == 2)")
     fork.edit("model.py", "(self, config, first):\n", "(self, config, first, near=False):\n")
     fork.insert("model.py", MLP_NORM, "        self.attn.near = near\n")
     new = """        if self.near:

@@ -61,6 +61,8 @@ SAME = {
     "classifier_bias": "head_bias",
     "decoder_bias": "decoder_bias",
 }
+# Its matrices that are several here: Muon orthogonalises each by itself. Wi was one until 3cbf21b.
+JOINED = {".Wqkv.": (".Wq.", ".Wk.", ".Wv."), ".Wi.": (".Wi.", ".Wg.")}
 # Our names of the parameters and buffers that a ModernBERT has.
 TENSORS = re.compile(
     r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|"
@@ -132,13 +134,7 @@ def load(folder, device="cpu"):
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
         config = ModelConfig(**spec["nanocram"])
         model = MaskedLM(config)
-        # not by not_native(): a fork may have changed its switches' defaults since the save
-        if spec["model_type"] == "modernbert":
-            state = from_folder_keys(state, config)
-        for key in model.state_dict().keys() - state.keys():
-            if ".mlp.Wg." in key:  # half of a ModernBERT's Wi, and of ours until 3cbf21b
-                joined = key.replace("Wg", "Wi")
-                state[joined], state[key] = state[joined].chunk(2)
+        state = from_folder_keys(state, config, model.state_dict())
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
@@ -162,25 +158,26 @@ def load_for_rows(folder, data_dir):
 
 
 def to_folder_keys(state, config):
-    """Our state dict as ModernBERT has it: Wq, Wk and Wv are one matrix, and so are Wi and Wg."""
-    for key in [key for key in state if ".attn.Wq." in key]:
-        parts = [state.pop(key.replace("Wq", name)) for name in ("Wq", "Wk", "Wv")]
-        state[key.replace("Wq", "Wqkv")] = torch.cat(parts)
-    for key in [key for key in state if ".mlp.Wg." in key]:
-        joined = key.replace("Wg", "Wi")
-        state[joined] = torch.cat((state[joined], state.pop(key)))
+    """Our state dict as ModernBERT has it."""
+    for joined, names in JOINED.items():
+        for key in [key for key in state if names[-1] in key]:
+            parts = [state.pop(key.replace(names[-1], name)) for name in names]
+            state[key.replace(names[-1], joined)] = torch.cat(parts)
     if not config.head_transform:
         state = {key.replace("model.final_norm", "head.norm"): t for key, t in state.items()}
         state |= identity_head(config)
     return state
 
 
-def from_folder_keys(state, config):
-    """The inverse of to_folder_keys(); raises ValueError if an identity_head() was trained."""
-    for key in [key for key in state if ".attn.Wqkv." in key]:
-        for name, part in zip(("Wq", "Wk", "Wv"), state.pop(key).chunk(3), strict=True):
-            state[key.replace("Wqkv", name)] = part
-    if not config.head_transform:
+def from_folder_keys(state, config, ours):
+    """The inverse of to_folder_keys(), for a model with our keys; raises ValueError if an
+    identity_head() was trained."""
+    for joined, names in JOINED.items():
+        for key in [key for key in ours if names[-1] in key and key not in state]:
+            parts = state.pop(key.replace(names[-1], joined)).chunk(len(names))
+            for name, part in zip(names, parts, strict=True):
+                state[key.replace(names[-1], name)] = part
+    if "head.norm.weight" in state and not config.head_transform:
         for key, tensor in identity_head(config).items():
             if not torch.equal(state.pop(key), tensor):
                 raise ValueError(f"{key} was trained elsewhere: only --baseline=hf:FOLDER takes it")

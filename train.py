@@ -224,21 +224,17 @@ class Clock:
         """Whether time ends the run, and not a number of steps or passes."""
         return not (max_steps or max_epochs)
 
-    def rows_left(self):
-        """Rows that max_epochs has left."""
-        return max_epochs * self.n_rows - self.state.rows_seen
-
     def progress(self):
         """Share of the run that is over, in [0, 1]: steps / max_steps, rows / those of max_epochs,
         or the time trained so far / (that + the time left to train). Setting up uses budget but is
         no progress. It falls when a run is resumed with a larger budget, and a little when the
         forecasts grow."""
-        by_steps = self.state.step / max_steps if max_steps else 0.0
-        by_rows = self.state.rows_seen / (max_epochs * self.n_rows) if max_epochs else 0.0
-        if max_epochs and self.rows_left() < batch_rows(by_rows):  # another step would be too many
+        most_rows = max_epochs * self.n_rows or math.inf
+        by_rows = self.state.rows_seen / most_rows
+        if self.state.rows_seen + batch_rows(by_rows) > most_rows:  # another step is too many
             by_rows = 1.0
         if not self.is_timed():
-            return min(1.0, max(by_steps, by_rows))
+            return min(1.0, max(by_rows, self.state.step / (max_steps or math.inf)))
         trained = self.elapsed() - self.state.setup_seconds
         return min(1.0, trained / max(1e-9, trained + self.left()))
 
@@ -423,7 +419,7 @@ def main():
     is_finished = runlog.read_facts(out_dir).get("finished_at_step") == state.step > 0
     # a run that was stopped behind its last step gets its last evaluation and save
     clock = Clock(state, len(train_rows))
-    is_at_end = state.step == max_steps > 0 or max_epochs > 0 <= clock.rows_left()
+    is_at_end = state.step == max_steps > 0 or state.rows_seen <= max_epochs * len(train_rows) > 0
     only_ends = resumes and is_at_end and clock.progress() >= 1 and not is_finished
     if not only_ends and clock.progress() >= 1:
         exit_idle(clock, is_finished)
@@ -622,28 +618,30 @@ def evaluate(run, held_out_sets):
 
 def exit_idle(clock, is_finished):
     """Exit: the budget has no room for another step."""
-    hours = math.ceil(1000 * budget_hours - clock.left() / 3.6) / 1000
-    step = clock.state.step
-    epochs = math.ceil(100 * (clock.state.rows_seen + batch_rows(1.0)) / clock.n_rows) / 100
-    more = f"--max_epochs={epochs}" if max_epochs else f"--budget_hours={hours}"
-    more = f"--max_steps={step + 1}" if step >= max_steps > 0 else more
+    step, rows = clock.state.step, clock.state.rows_seen + batch_rows(1.0)
+    more = f"--budget_hours={math.ceil(1000 * budget_hours - clock.left() / 3.6) / 1000}"
+    if max_epochs:
+        more = f"--max_epochs={math.ceil(100 * rows / clock.n_rows) / 100}"
+    if step >= max_steps > 0:
+        more = f"--max_steps={step + 1}"
     said = f"the budget ends at step {step:,}: to go on, type {more} or more"
     if init == "auto" and is_finished:  # which is no error
-        code = machine.code_hash()
-        by = runlog.read_facts(out_dir).get("code", code)
-        print(said if by.startswith(code) else f"{said}; it was trained by other code")
+        is_ours = runlog.read_facts(out_dir)["code"].startswith(machine.code_hash())
+        print(said if is_ours else f"{said}; it was trained by other code")
         sys.exit()
     sys.exit(said if parallel.RANK == 0 else 1)
 
 
-def trained_on(run):
-    """What the weights have read, before the run too: an entry of config.json."""
+def save_model(run, folder):
+    """Write a model folder. Its config.json says what the weights have read, before the run too."""
     before, state = run.state.began_from, run.state
-    return {
+    trained_on = {
         "sources": [*before.get("sources", []), run.meta["settings"]["source"]],
         "tokens": before.get("tokens", 0) + state.rows_seen * seq_len,
         "seq_len": max(before.get("seq_len", 0), state.longest_row),
     }
+    with eval_weights(run):
+        model_folder.save(run.model, folder, trained_on=trained_on)
 
 
 def should_save(run):
@@ -670,8 +668,7 @@ def save(run, log):
     try:
         run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer_name=optimizer)
-        with eval_weights(run):
-            model_folder.save(run.model, log.folder, trained_on=trained_on(run))
+        save_model(run, log.folder)
         runlog.plot(log.folder)
         runlog.write_card(log.folder)
     except (OSError, RuntimeError, ValueError) as e:
@@ -687,14 +684,11 @@ def save_snapshots(run, folder, rows_before):
     for n in map(float, filter(None, snapshots.split(","))):
         if rows_before * per_row < n <= run.state.rows_seen * per_row:
             copy = folder / f"chck_{n:g}M"
-            try:
-                with eval_weights(run):
-                    model_folder.save(run.model, copy, trained_on=trained_on(run))
+            with runlog.extra(f"copy of the model in {copy}"):
+                save_model(run, copy)
                 for path in folder.glob("tokenizer*.json"):
                     shutil.copy(path, copy)
                 runlog.say(f"step {run.state.step:,}: {copy}")
-            except OSError as e:
-                runlog.say(f"WARNING: cannot save {copy}: {safety.disk_error(e)}")
 
 
 def find_start(path):

@@ -75,8 +75,7 @@ def step_of(run, micro_batches):
 
 def measure_speed(run):
     """Print the first step, tokens/s and MFU."""
-    dev = run.device
-    full_batch = train.batch_size
+    dev, full_batch = run.device, train.batch_size
     held_out_rows = run.rows.read(0, run.small_pass)
     setup_seconds, _ = machine.timed(dev, train.set_up, run, held_out_rows)
     if dev.type == "cuda":  # the search holds memory that a step does not
@@ -90,11 +89,10 @@ def measure_speed(run):
     n_rows = n_micro * run.micro_batch
     limit = machine.matmul_rate(dev, run.amp_dtype)
     seconds = [machine.timed(dev, step_of, run, n_micro)[0] for _ in range(DISCARDED + bench_steps)]
-    speeds = [n_rows * train.seq_len / s for s in seconds[DISCARDED:]]
     limit = max(limit, machine.matmul_rate(dev, run.amp_dtype))
-
-    flops = statistics.median(speeds) * run.model.flops_per_token(*train.row_shape(MIDDLE))
+    speeds = [n_rows * train.seq_len / s for s in seconds[DISCARDED:]]
     print(f"tokens/s     {median_and_range(speeds)}: {bench_steps} steps of {n_rows} rows")
+    flops = statistics.median(speeds) * run.model.flops_per_token(*train.row_shape(MIDDLE))
     # the fewer rows a step has, the larger is the share of the update, which counts as no FLOPs
     said = f"{flops / limit:.1%} of {limit / 1e12:.3g} TFLOP/s, a large product's here"
     print(f"MFU          {said}; at {n_rows} rows a step (a full batch has {full_batch})")

@@ -149,27 +149,21 @@ def math_attention(q, k, v, mask, dropout):
 
 
 class Attention(nn.Module):
-    """Bidirectional multi-head attention.
-
-    Queries, keys and values have matrices of their own: Muon orthogonalises each by itself."""
+    """Bidirectional multi-head attention. Muon orthogonalises each of its matrices by itself."""
 
     def __init__(self, config):
         super().__init__()
         C, bias = config.n_embd, config.linear_bias
-        self.n_head = config.n_head
-        self.dropout = config.dropout
-        self.Wq = nn.Linear(C, C, bias=bias)
-        self.Wk = nn.Linear(C, C, bias=bias)
-        self.Wv = nn.Linear(C, C, bias=bias)
-        self.Wo = nn.Linear(C, C, bias=bias)
+        self.n_head, self.dropout = config.n_head, config.dropout
+        matrices = (nn.Linear(C, C, bias=bias) for _ in range(4))
+        self.Wq, self.Wk, self.Wv, self.Wo = matrices
 
     def forward(self, queries, x, rope, attention_mask, positions):
         """queries (B, K, C), the tokens at positions (B, K), attend to all of x (B, T, C); with
         positions=None they are all T. rope: cos and sin (T, 1, D), or None."""
         heads = (self.n_head, -1)
         q = self.Wq(queries).unflatten(-1, heads)  # (B, K, H, D)
-        k = self.Wk(x).unflatten(-1, heads)  # (B, T, H, D)
-        v = self.Wv(x).unflatten(-1, heads)
+        k, v = self.Wk(x).unflatten(-1, heads), self.Wv(x).unflatten(-1, heads)  # (B, T, H, D)
         if rope is not None:
             cos, sin = rope
             k = rotate(k, cos, sin)
@@ -244,16 +238,15 @@ class Block(nn.Module):
 class Encoder(nn.Module):
     """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given.
 
-    The last layer returns the K positions alone, which changes no result: nothing reads its other
-    outputs. With n_narrow > 1 the last n_narrow layers compute only the K positions, and take keys
-    and values from the last full layer (NarrowBERT, arXiv 2301.04761)."""
+    The last layer returns the K positions alone, since nothing reads its other outputs. With
+    n_narrow > 1 the last n_narrow layers compute these alone, and take keys and values from the
+    last full layer (NarrowBERT, arXiv 2301.04761)."""
 
     def __init__(self, config):
         super().__init__()
         self.embeddings = Embeddings(config)
         self.n_full = config.n_layer - max(1, config.n_narrow)
-        layers = range(config.n_layer)
-        self.layers = nn.ModuleList(Block(config, first=i == 0) for i in layers)
+        self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
         self.residual_dtype = None  # of the sums in full layers, if not post-norm: see make_loss()
         self.post_norm = config.post_norm
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
@@ -338,8 +331,8 @@ class MaskedLM(nn.Module):
         for_predicted = [self.head, self.decoder]
         for layer in narrow_layers:
             for_predicted += [layer.attn.Wq, layer.attn.Wo, layer.mlp]
-        all_weights = matrix_weights([*self.model.layers, self.head, self.decoder])
-        weights = all_weights - (1 - share) * matrix_weights(for_predicted)
+        weights = matrix_weights([*self.model.layers, self.head, self.decoder])
+        weights -= (1 - share) * matrix_weights(for_predicted)
         # attention counts by the queries that a layer computes
         attention_layers = self.config.n_layer - (1 - share) * len(narrow_layers)
         return 6 * weights + 12 * attention_layers * seq_len * self.config.n_embd
@@ -351,11 +344,10 @@ def matrix_weights(modules):
 
 
 def mixed_precision(device, dtype):
-    """Autocast of the matrix products to dtype on a torch.device; off for float32.
-
-    No cache: a weight is cast only once a pass, and a cache would keep all the copies."""
-    enabled = dtype != torch.float32
-    return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=False)
+    """Autocast of the matrix products to dtype on a torch.device; off for float32."""
+    # no cache: a weight is cast only once a pass, and a cache would keep all the copies
+    how = {"enabled": dtype != torch.float32, "cache_enabled": False}
+    return torch.autocast(device.type, dtype, **how)
 
 
 def make_loss(model, device, amp_dtype):

@@ -185,8 +185,7 @@ class State:
 
 class Clock:
     """The budget: compiling, training, evaluating, saving and a machine's sleep use it up; reading
-    data and building the model do not. A resumed run goes on from the seconds in its checkpoint.
-    Not counted: the time between the two runs, and what was trained after the last checkpoint."""
+    data and building the model do not. A resumed run goes on from the seconds in its checkpoint."""
 
     def __init__(self, state, n_rows):
         self.state, self.n_rows = state, n_rows
@@ -225,10 +224,9 @@ class Clock:
         return not (max_steps or max_epochs)
 
     def progress(self):
-        """Share of the run that is over, in [0, 1]: steps / max_steps, rows / those of max_epochs,
-        or the time trained so far / (that + the time left to train). Setting up uses budget but is
-        no progress. It falls when a run is resumed with a larger budget, and a little when the
-        forecasts grow."""
+        """Share of the run that is over, in [0, 1]: of max_steps, of the rows of max_epochs, or of
+        the time to train, setting up left out. It falls when a run is resumed with a larger budget,
+        and a little when the forecasts grow."""
         most_rows = max_epochs * self.n_rows or math.inf
         by_rows = self.state.rows_seen / most_rows
         if self.state.rows_seen + batch_rows(by_rows) > most_rows:  # another step is too many
@@ -260,9 +258,8 @@ def draw_masks(run, rows, n_predict):
     replaced = labels.clone()
     replaced[:, :n_mask] = MASK
     if n_random:
-        random_tokens = torch.randint_like(labels, vocab_size)
         some = slice(n_mask, n_mask + n_random)
-        replaced[:, some] = random_tokens[:, some]
+        replaced[:, some] = torch.randint_like(labels, vocab_size)[:, some]
     return rows.scatter(1, positions, replaced), positions, labels
 
 
@@ -493,8 +490,7 @@ class Run:
         self.device, self.amp_dtype = dev, amp_dtype
         # rows in a pass; small_pass where they do not divide a step; set_up() finds both
         # on a CPU more rows are no faster, and 256 of the paper's size take 25 GB
-        self.micro_batch = micro_batch or (UNIT if dev.type == "cuda" else 32)
-        self.small_pass = self.micro_batch
+        self.micro_batch = self.small_pass = micro_batch or (UNIT if dev.type == "cuda" else 32)
         self.state = State()
         self.clock = Clock(self.state, len(rows))  # main() starts another when the budget begins
         self.saved_step = -1  # state.step at the last save
@@ -510,8 +506,8 @@ class Run:
             self.model, self.twin = streamed.model, streamed.twin  # which computes, on the device
         else:
             self.model = self.twin = MaskedLM(model_config()).to(dev)
-        flops = {shape: self.model.flops_per_token(*shape) for shape in row_shapes()}
-        self.flops_per_token = fmean(flops[row_shape(i / 1000)] for i in range(1000))
+        shapes = [row_shape(i / 100) for i in range(100)]
+        self.flops_per_token = fmean(self.model.flops_per_token(*shape) for shape in shapes)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)
         self.optimizers = build_optimizers(self.model, amp_dtype)
 
@@ -656,9 +652,8 @@ def should_save(run):
 
 
 def save(run, log):
-    """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written.
-
-    A file that cannot be written stays as it was, and a warning says why."""
+    """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written. What
+    cannot be written stays as it was, and a warning says why."""
     run.saved_at = now()
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
@@ -711,9 +706,8 @@ def find_start(path):
 
 
 def take_architecture(config, path):
-    """Set the settings that weights are bound to as config, of the model at path, has them.
-
-    Exits if others were typed: a flag is meant, a default or a recipe may be another run's."""
+    """Set the settings that weights are bound to as config, of the model at path, has them. Exits
+    if others were typed: a flag is meant, a default or a recipe may be another run's."""
     config = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING} | config
     if config["position_embedding"] != "learned":  # no table of weights ends there
         is_typed = "max_seq_len" in typed

@@ -56,9 +56,10 @@ def check_mixing(config, T):
                 place = f"layer {i}" if i < config.n_layer else "what follows the layers"
                 sys.exit(f"an edit of model.py {said.format(place)}")
 
-    said = "changes {} where only some tokens are computed: what mixes tokens belongs at the top "
-    said += "of Block.forward(), where x has all of them (unless a layer is narrow: type "
-    said += "--n_narrow=0); a mask (T, T) needs its rows at positions"
+    said = (
+        "changes {} where only some tokens are computed: mix them at the top of Block.forward(), "
+    )
+    said += "where x has all (type --n_narrow=0), and take a mask's rows (T, T) at positions"
     compare(outputs(model, ids, positions), outputs(model, ids), said)
     n = T - 4  # tokens of the second row, before its padding
     mask = torch.arange(T) < torch.tensor([[T], [n]])
@@ -107,11 +108,9 @@ def check_loss(run, loss):
 
 def fingerprint(value):
     """What the numbers, texts and tensors in a value are, and which its other objects are."""
-    found = []
-    for x in tree_leaves(value.state_dict() if isinstance(value, torch.nn.Module) else value):
-        x = str(x.float().sum().item()) if isinstance(x, torch.Tensor) else x
-        found += [] if x is None else [x if isinstance(x, int | float | str) else id(x)]
-    return found
+    leaves = tree_leaves(value.state_dict() if isinstance(value, torch.nn.Module) else value)
+    leaves = [str(x.float().sum().item()) if torch.is_tensor(x) else x for x in leaves]
+    return [x if isinstance(x, int | float | str) else id(x) for x in leaves if x is not None]
 
 
 @contextlib.contextmanager

@@ -113,12 +113,12 @@ class Log:
         # before anything is written: the package may be missing, or its site away
         self.wandb = None
         if settings["wandb_project"]:
-            goal = {"id": before.get("wandb_id"), "resume": "allow", "name": self.folder.name}
+            goal = {"project": settings["wandb_project"], "name": self.folder.name}
+            same = {"id": before.get("wandb_id"), "resume": "allow"}
             try:
                 import wandb
 
-                goal["project"] = settings["wandb_project"]
-                self.wandb = wandb.init(**goal, config=settings)
+                self.wandb = wandb.init(**goal, **same, config=settings)
             except Exception as e:  # no package, no key, no network: each raises something else
                 advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
                 sys.exit(f"wandb: {first_line(e)}: type {advice}")
@@ -130,9 +130,6 @@ class Log:
         speed = f"matrices of {run.amp_dtype} at {self.matmul_rate / 1e12:.2f} TFLOP/s"
         who = f"{self.facts['device']} multiplies {speed}"
         say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {who}")
-        if run.clock.is_timed():
-            most = settings["budget_hours"] * 3600 * self.matmul_rate / run.flops_per_token
-            self.warn_if_few("the budget holds at most", most)
         if why := not_native(run.model):
             say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
 
@@ -288,8 +285,7 @@ def plot(folder):
     """Draw loss.png from log.csv: losses by the clock. Without matplotlib there is none."""
     from matplotlib.figure import Figure
 
-    if not (lines := read_log(folder)):
-        return
+    lines = read_log(folder)
     unit, seconds = ("hours", 3600) if lines[-1]["elapsed_s"] > 7200 else ("minutes", 60)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()

@@ -56,10 +56,9 @@ def check_mixing(config, T):
                 place = f"layer {i}" if i < config.n_layer else "what follows the layers"
                 sys.exit(f"an edit of model.py {said.format(place)}")
 
-    said = (
-        "changes {} where only some tokens are computed: mix them at the top of Block.forward(), "
-    )
-    said += "where x has all (type --n_narrow=0), and take a mask's rows (T, T) at positions"
+    said = "changes {} where only some tokens are computed: what mixes tokens belongs at the top "
+    said += "of Block.forward(), where x has all of them (in a narrow layer it has not: type "
+    said += "--n_narrow=0); a mask (T, T) needs its rows at positions"
     compare(outputs(model, ids, positions), outputs(model, ids), said)
     n = T - 4  # tokens of the second row, before its padding
     mask = torch.arange(T) < torch.tensor([[T], [n]])

@@ -77,7 +77,6 @@ class Log:
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
         self.bar = None  # from the first step on
-        self.is_tenth_over = False  # of the run
         self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         samples = settings["samples"]
         if samples == "auto":
@@ -180,9 +179,9 @@ class Log:
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
         where = f"{self.run.clock.elapsed() / 60:7.1f} min  step {self.run.state.step:6,}  "
-        was_over, self.is_tenth_over = self.is_tenth_over, self.run.clock.progress() >= 0.1
         one = self.sentences[number % max(1, len(self.sentences)) :][:1]
-        self.say_losses(losses, where, one, is_telling=self.is_tenth_over and not was_over)
+        is_telling = number == max(1, (self.facts["settings"]["evals"] + 9) // 10)  # at a tenth
+        self.say_losses(losses, where, one, is_telling)
 
     def add_line(self, losses):
         """Add a line to log.csv: means of what was measured since the last one, what else the last

@@ -217,7 +217,7 @@ class Log:
         rows = [columns]
         for line in self.lines:
             cells = {k: f"{v:d}" if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()}
-            rows.append(cells.get(name, "") for name in columns)
+            rows.append([cells.get(name, "") for name in columns])
         try:
             write_text(self.folder / "log.csv", "".join(",".join(row) + "\n" for row in rows))
         except OSError as e:

@@ -1,6 +1,9 @@
 """What several test files share: a small data set, small runs of train.py, a small GLUE."""
 
+import contextlib
+import gc
 import gzip
+import json
 import os
 import re
 import shutil
@@ -8,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,14 +27,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "GPUS_BEFORE_TESTS" not in os.environ:
     os.environ["GPUS_BEFORE_TESTS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Busy threads of one process beside those of another are 30 times as slow.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Busy threads of one process beside those of another are 30 times as slow; none survives a fork.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
-from forked import Server
+from filelock import FileLock
+from forked import SCRIPT, Forked
 from safetensors.torch import load_file
 
+import prepare as prepare_module
 import train as module
 from model import MaskedLM
 from nanocram import machine, model_folder, runlog
@@ -58,6 +63,12 @@ SMALL_MODEL = {
 # of random_model()
 SIZES = dict(vocab_size=90, max_seq_len=160, n_layer=3, n_head=2, n_embd=32, n_inner=24)
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+# What takes most of the seconds of a small run: the yardstick and the picture.
+QUICK = """
+from nanocram import machine, runlog
+machine.matmul_rate = lambda *where: 1e12
+runlog.plot = lambda folder: None
+"""
 
 
 def flags(**settings):
@@ -69,10 +80,20 @@ def command(name, *args, **settings):
     return [sys.executable, str(ROOT / name), *map(str, args), *flags(**settings)]
 
 
+def begin(name, *args, **settings):
+    """Begin a script of ours in a process that is ready for it, and quicker."""
+    return Forked(ROOT, QUICK + SCRIPT, *command(name, *args, **settings)[1:])
+
+
 def script(name, *args, status=0, **settings):
-    """Run a script of ours, which must end so; what it prints, to stderr too."""
+    """begin() and wait for it to end so; what it prints, to stderr too."""
+    return begin(name, *args, **settings).end(status)
+
+
+def by_a_user(name, *args, **settings):
+    """The same as a user starts it."""
     done = subprocess.run(command(name, *args, **settings), cwd=ROOT, timeout=300, **PIPES)
-    assert done.returncode == status, done.stdout
+    assert done.returncode == 0, done.stdout
     return done.stdout
 
 
@@ -117,27 +138,55 @@ def texts():
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory, texts):
+def corpus(shared, texts):
     """A text file with 40 short documents of real prose."""
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("\n\n".join(text[:4000] for text in texts[:40]), encoding="utf-8")
-    return path
+
+    def make(folder):
+        text = "\n\n".join(text[:4000] for text in texts[:40])
+        (folder / "corpus.txt").write_text(text, encoding="utf-8")
+
+    return shared("corpus", make) / "corpus.txt"
+
+
+@contextlib.contextmanager
+def threads(n):
+    """In place of prepare.new_processes(), which takes seconds."""
+    with ThreadPoolExecutor(n) as pool:
+        yield pool
+
+
+def prepare(folder, source, alone=True, **other):
+    """Run prepare.py's main() in this process, by threads if alone; return meta.json."""
+    values = SMALL_DATA | {"data_dir": str(folder), "source": str(source)} | other
+    prepare_module.load_tokenizer.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        put(patch, prepare_module, **values)
+        if alone:
+            put(patch, prepare_module, new_processes=threads)
+        prepare_module.main()
+    return json.loads((folder / "meta.json").read_text())
 
 
 @pytest.fixture(scope="session")
-def data_dir(tmp_path_factory, corpus):
+def shared(tmp_path_factory):
+    """A function that has make(folder) called by one of the workers; all get the folder."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def made(name, make):
+        with FileLock(base / f"{name}.lock"):
+            if not (base / name).exists():
+                (base / name).mkdir()
+                make(base / name)
+        return base / name
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def data_dir(shared, corpus):
     """A finished data set of corpus."""
-    folder = tmp_path_factory.mktemp("data") / "small"
-    script("prepare.py", source=corpus, data_dir=folder, **SMALL_DATA)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    """Processes of Python that need no seconds to import torch."""
-    server = Server(tmp_path_factory.mktemp("server"))
-    yield server
-    server.close()
+    return shared("small_data", lambda folder: prepare(folder, corpus))
 
 
 @pytest.fixture
@@ -270,3 +319,8 @@ def glue_files(tmp_path_factory, sentences):
     """(folder of a small GLUE in the official layout, what was written into it)."""
     folder = tmp_path_factory.mktemp("glue")
     return folder, write_glue(folder, sentences)
+
+
+def pytest_collection_finish():
+    """From here on no search for garbage goes through all that is imported."""
+    gc.freeze()

@@ -1,53 +1,48 @@
 """Python in processes that need no seconds to import torch: they are forks of one that has it."""
 
-import json
+import gc
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-SERVER = """
-import gc, json, os, sys, torch, torch._dynamo
-gc.freeze()  # or each process goes through all that is imported
-for line in sys.stdin:
-    folder, code, argv = json.loads(line)
-    if os.fork() == 0:
-        said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        os.chdir(folder)
-        sys.path.insert(0, folder)
-        sys.argv = argv
-        exec(code, {"__name__": "__main__"})
-        sys.exit()
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
-"""
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "matplotlib.figure", "forked"])
 SCRIPT = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
-class Server:
-    """The process that is forked. It must have imported nothing of ours."""
+class Forked(CONTEXT.Process):
+    """Code that runs in a folder from now on, with nothing of ours imported."""
 
-    def __init__(self, folder):
-        self.said = Path(folder) / "said.txt"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER],
-            cwd=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # OpenMP's threads do not survive a fork
-        )
+    def __init__(self, folder, code, *argv):
+        super().__init__()
+        self.folder, self.code, self.argv = str(folder), code, [*map(str, argv)] or ["-c"]
+        self.environment = dict(os.environ)
+        self.path = tempfile.mkstemp()[1]  # of what it says
+        self.start()
 
-    def run(self, folder, code, argv=("-c",)):
-        """Run code in a folder, which must end without an error; what it said."""
-        line = json.dumps([str(folder), code, [str(arg) for arg in argv]])
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        status, said = int(self.process.stdout.readline()), self.said.read_text("utf-8")
-        assert status == 0, f"{argv}\n{said}"
+    def run(self):
+        gc.freeze()  # or each process goes through all that is imported
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path.insert(0, self.folder)
+        sys.argv = self.argv
+        with open(self.path, "w") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        exec(self.code, {"__name__": "__main__"})
+
+    def poll(self):
+        return self.exitcode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+    def end(self, status=0):
+        """Wait until it has ended so; what it said, to stderr too."""
+        self.join(300)
+        said = Path(self.path).read_text("utf-8")
+        assert self.exitcode == status, f"{self.argv}\n{said}"
         return said
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()

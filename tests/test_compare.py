@@ -5,8 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, SMALL_MODEL, command, table_cells
-from forked import SCRIPT
+from conftest import SMALL_MODEL, script, table_cells
 
 from nanocram import runlog
 from results import compare
@@ -124,12 +123,12 @@ def test_what_misleads_is_said(tmp_path, table):
 
 
 @pytest.mark.slow
-def test_real_runs(tmp_path, data_dir, server, table):
+def test_real_runs(tmp_path, data_dir, table):
     """Two seeds of Muon, one of AdamW; a run that was stopped is left out."""
     changes = {"muon.0": {}, "adamw": {"optimizer": "adamw"}, "muon.1": {"seed": 1}}
     for name, own in changes.items():
         values = SMALL_MODEL | {"data_dir": data_dir, "out_dir": tmp_path / name, "max_steps": 6}
-        server.run(ROOT, SCRIPT, command("train.py", **(values | own))[1:])
+        script("train.py", **(values | own))
     (muon, adamw), said = table(*(tmp_path / name for name in changes))
     assert table_cells((tmp_path / "compare.md").read_text()) == [muon, adamw]
     ends = {name: runlog.read_log(tmp_path / name)[-1]["val_loss_15"] for name in changes}

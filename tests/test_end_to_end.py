@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
 import time
 
 import numpy as np
@@ -11,7 +10,17 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import PIPES, PLOT, SMALL_MODEL, command, put, result, script, wait_for, wait_for_step
+from conftest import (
+    PLOT,
+    SMALL_MODEL,
+    begin,
+    by_a_user,
+    prepare,
+    put,
+    result,
+    wait_for,
+    wait_for_step,
+)
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -23,19 +32,23 @@ from nanocram.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, data_dir):
-    """The folder and output of an undisturbed run of 60 steps, dropout and Muon and all; in the
-    shell of a batch system that left its RANK."""
-    out = tmp_path_factory.mktemp("run") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "1")
-        folders = {"data_dir": data_dir, "out_dir": out}
-        printed = script("train.py", **SMALL_MODEL, **folders, max_steps=60, dropout=0.1)
-    return out, printed
+def finished(shared, data_dir):
+    """The folder of an undisturbed run of 60 steps, dropout and Muon and all, and its output beside
+    it; in the shell of a batch system that left its RANK."""
+
+    def make(folder):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", "1")
+            folders = {"data_dir": data_dir, "out_dir": folder / "out"}
+            printed = by_a_user("train.py", **SMALL_MODEL, **folders, max_steps=60, dropout=0.1)
+        (folder / "printed.txt").write_text(printed)
+
+    return shared("finished", make) / "out"
 
 
-def test_a_run_leaves_what_it_promises(finished, data_dir):
-    out, printed = finished
+def test_a_run_leaves_what_it_promises(finished, data_dir, tmp_path):
+    out = shutil.copytree(finished, tmp_path / "out")
+    printed = (finished.parent / "printed.txt").read_text()
     names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json "
     names += "tokenizer.json tokenizer_config.json"
     assert {p.name for p in out.iterdir()} == {*names.split()}
@@ -83,9 +96,8 @@ def test_a_run_leaves_what_it_promises(finished, data_dir):
 
 def test_the_model_folder_fills_masks_in_transformers(finished):
     """With its tokenizer, and as train.py does."""
-    out, _ = finished
-    ours, tokenizer = load(out), Tokenizer(out / "tokenizer.json")
-    pipe = transformers.pipeline("fill-mask", model=str(out), top_k=3)
+    ours, tokenizer = load(finished), Tokenizer(finished / "tokenizer.json")
+    pipe = transformers.pipeline("fill-mask", model=str(finished), top_k=3)
     for sentence in ("once upon a [MASK].", "[MASK] was very tired", 'she said [MASK], and "no".'):
         answers = pipe(sentence)
         words, shares = zip(*fill_masks(ours, tokenizer, sentence), strict=True)
@@ -93,21 +105,13 @@ def test_the_model_folder_fills_masks_in_transformers(finished):
         assert shares == pytest.approx([answer["score"] for answer in answers], rel=1e-4)
 
 
-def without_matplotlib(monkeypatch, folder):
-    """In the processes that follow: it takes most of a save."""
-    (folder / "matplotlib.py").write_text("raise ImportError")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-
-
-def run_until(monkeypatch, signal_number, min_step, out_dir, **settings):
-    """Start a run, send it a signal once log.csv has reached min_step; (exit status, output)."""
-    without_matplotlib(monkeypatch, out_dir.parent)
+def run_until(signal_number, min_step, out_dir, **settings):
+    """A run that got a signal once log.csv had reached min_step."""
     settings = SMALL_MODEL | {"out_dir": out_dir, "checkpoint_minutes": 1e-9} | settings
-    process = subprocess.Popen(command("train.py", **settings), **PIPES)  # each save writes log.csv
+    process = begin("train.py", **settings)  # each save writes log.csv
     wait_for_step(out_dir, min_step, process)
     process.send_signal(signal_number)
-    printed, _ = process.communicate(timeout=60)
-    return process.returncode, printed
+    return process
 
 
 def test_a_stopped_and_a_killed_run_resume_bit_for_bit(
@@ -117,32 +121,30 @@ def test_a_stopped_and_a_killed_run_resume_bit_for_bit(
     command is the same each time."""
     out, settings = tmp_path / "out", {"max_steps": 60, "dropout": 0.1, "init": "auto"}
     both = settings | {"data_dir": data_dir, "out_dir": out}
-    status, printed = run_until(monkeypatch, signal.SIGTERM, 8, **both)
-    assert status == 130 and "--init=resume" in printed and read_log(out)[-1]["step"] < 30
-    status, printed = run_until(monkeypatch, signal.SIGKILL, 30, **both)
-    assert status == -signal.SIGKILL and "resumed at step" in printed
+    assert "--init=resume" in run_until(signal.SIGTERM, 8, **both).end(130)
+    assert read_log(out)[-1]["step"] < 30
+    assert "resumed at step" in run_until(signal.SIGKILL, 30, **both).end(-signal.SIGKILL)
     put(monkeypatch, train, **settings)
     train.main()
-    assert result(out) == result(finished[0])
+    assert result(out) == result(finished)
 
 
 def test_a_model_goes_on_with_longer_rows(finished, corpus, tmp_path, train, monkeypatch, capsys):
     """By its vocabulary. Killed and resumed it ends as if nothing had been. Its sizes are the
     model's, not n_layer=1, which nobody typed; the first held-out loss is the model's, by
     transformers; the card adds the tokens."""
-    base, data = finished[0], tmp_path / "longer"
-    settings = {"tokenizer": base, "seq_len": 256, "filter_ratio": 0.0, "val_share": 0.2}
-    assert f"--init={base}" in script("prepare.py", source=corpus, data_dir=data, **settings)
+    base, data = finished, tmp_path / "longer"
+    prepare(data, corpus, tokenizer=str(base), seq_len=256)
+    assert f"--init={base}" in capsys.readouterr().out
     there = {name: getattr(train, name) for name in train.SETTINGS}
     stage = {"seq_len": 256, "max_steps": 12, "dropout": 0.2}
-    begin = stage | {"init": str(base)}
+    from_base = stage | {"init": str(base)}
     folders = {"data_dir": str(data), "out_dir": str(tmp_path / "whole")}
-    put(monkeypatch, train, **(there | begin | folders | {"n_layer": 1, "max_seq_len": 300}))
+    put(monkeypatch, train, **(there | from_base | folders | {"n_layer": 1, "max_seq_len": 300}))
     train.main()
     assert "n_layer = 2, as" in capsys.readouterr().out
     out = tmp_path / "out"
-    status, _ = run_until(monkeypatch, signal.SIGKILL, 4, out, data_dir=data, **begin)
-    assert status == -signal.SIGKILL
+    run_until(signal.SIGKILL, 4, out, data_dir=data, **from_base).end(-signal.SIGKILL)
     put(monkeypatch, train, **stage, n_layer=1, init="resume", out_dir=str(out))
     train.main()
     assert "resumed at step" in capsys.readouterr().out
@@ -204,7 +206,7 @@ def test_a_run_that_is_over_is_completed_and_continued(
     finished, tmp_path, train, monkeypatch, capsys
 ):
     """What was lost after the last checkpoint is made from it."""
-    out = shutil.copytree(finished[0], tmp_path / "out")
+    out = shutil.copytree(finished, tmp_path / "out")
     lost = ("model.safetensors", "config.json", "loss.png", "README.md")
     for name in lost:
         (out / name).unlink()
@@ -219,7 +221,7 @@ def test_a_run_that_is_over_is_completed_and_continued(
     train.main()
     said = capsys.readouterr().out
     assert "once upon a" in said and "the code was edited" in said
-    assert result(out) == result(finished[0])
+    assert result(out) == result(finished)
     assert all((out / name).exists() for name in lost)
     # a larger budget continues it
     put(monkeypatch, train, max_steps=240)
@@ -236,26 +238,23 @@ def test_a_run_that_is_over_is_completed_and_continued(
     assert capsys.readouterr().out.endswith("it was trained by other code\n")
 
 
-def test_the_budget_holds_and_an_earlier_run_is_moved_aside(
-    finished, tmp_path, data_dir, monkeypatch
-):
+def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, data_dir):
     """The folder is a link, to a larger disk say, and the machine sleeps for a while."""
-    without_matplotlib(monkeypatch, tmp_path)
-    there = shutil.copytree(finished[0], tmp_path / "disk/out")
+    there = shutil.copytree(finished, tmp_path / "disk/out")
     out = tmp_path / "out"
     out.symlink_to(there)
     seconds = 9
     settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out, "dtype": "auto"}
     settings |= {"budget_hours": seconds / 3600, "log_every": 1}
-    run = subprocess.Popen(command("train.py", **settings))
+    run = begin("train.py", **settings)
     wait_for((tmp_path / "disk/out.1").exists, run)
     time.sleep(3)
     run.send_signal(signal.SIGSTOP)
     time.sleep(3)
     run.send_signal(signal.SIGCONT)
-    assert run.wait(60) == 0
+    run.end()
     assert out.readlink() == there
-    assert result(tmp_path / "disk/out.1") == result(finished[0]) != result(out)
+    assert result(tmp_path / "disk/out.1") == result(finished) != result(out)
     *_, last = rows = read_log(out)
     # other tests may hold up evaluations and saves
     assert 0.5 * seconds < last["elapsed_s"] < 1.5 * seconds

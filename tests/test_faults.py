@@ -1,7 +1,4 @@
-"""What a day may bring to train.py: kills, full disks, signals, damaged checkpoints.
-
-The long ones: python -m pytest -m slow -s tests/test_faults.py
-"""
+"""What a day may bring to train.py: kills, full disks, signals, damaged checkpoints."""
 
 import functools
 import os
@@ -16,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PIPES, ROOT, SMALL_MODEL, command, new_run, put, result, wait_for
+from conftest import PIPES, QUICK, ROOT, SMALL_MODEL, begin, command, new_run, put, result, wait_for
+from forked import SCRIPT, Forked
 
 import train as module
 from nanocram import model_folder, runlog
 
 
-def start(out, data_dir, preexec_fn=None, **changes):
+def start(out, data_dir, **changes):
     """train.py as a process of its own."""
-    settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes
-    return subprocess.Popen(command("train.py", **settings), preexec_fn=preexec_fn, **PIPES)
+    return begin("train.py", **SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes)
 
 
 def saved_at(out):
@@ -60,44 +57,41 @@ def test_kill_9_at_any_moment(tmp_path, data_dir):
     for kill in range(30):
         before = saved_at(out)
         process = start(out, data_dir, init="auto", **settings)
-        if kill % 3 == 0:  # from the start of its life, imports and all
-            time.sleep(rng.uniform(0, 5))
+        if kill % 3 == 0:  # from the start of its life
+            time.sleep(rng.uniform(0, 2))
         else:
             wait_for(lambda before=before: saved_at(out) > before, process)
             time.sleep(rng.uniform(0, 0.9))  # while it trains, evaluates or saves
         if kill % 3 == 2:  # while a file is being written
             wait_for(lambda: any(out.glob("*.tmp")), process, 0)
-        assert process.poll() is None, process.communicate()[0]
         process.kill()
-        process.communicate()
+        process.end(-signal.SIGKILL)
         while_writing += any(out.glob("*.tmp"))
         if saved_at(out):
             whole(out)
     assert while_writing
     for folder in (out, undisturbed):
-        process = start(folder, data_dir, init="auto", **last)
-        said, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, said
+        start(folder, data_dir, init="auto", **last).end()
     assert {p.name for p in out.iterdir()} == {p.name for p in undisturbed.iterdir()}
     assert result(out) == result(undisturbed)
-    print(f"\n30 kills, {while_writing} of them while a file was being written")
 
 
-def test_a_full_disk(run_of_3_steps, train, data_dir):
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+"""
+
+
+def test_a_full_disk(run_of_3_steps, train):
     """Files may not grow beyond 20 kB: what was there stands, each failure is one line, and the run
     can go on later."""
-    resource = pytest.importorskip("resource", reason="there is none on Windows")
+    pytest.importorskip("resource", reason="there is none on Windows")
     out = run_of_3_steps
     before = {path: path.read_bytes() for path in (out / "ckpt.pt", out / "model.safetensors")}
     assert min(map(len, before.values())) > 20_000 > (out / "log.csv").stat().st_size
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    full = start(out, data_dir, limit, max_steps=9, init="resume", samples="")
-    said, _ = full.communicate(timeout=200)
-    assert full.returncode == 1 and "Traceback" not in said, said
-    assert f"WARNING: cannot save to {out}: " in said
+    argv = command("train.py", **{name: getattr(train, name) for name in train.SETTINGS})[1:]
+    said = Forked(ROOT, FULL_DISK + QUICK + SCRIPT, *argv).end(1)
+    assert "Traceback" not in said and f"WARNING: cannot save to {out}: " in said
     assert before == {path: path.read_bytes() for path in before} and not list(out.glob("*tmp*"))
     train.main()
     assert whole(out)["step"] == 9
@@ -107,15 +101,15 @@ def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data
     """Whoever read the output is gone: the run goes on, a second one is refused, and SIGINT still
     saves."""
     out = tmp_path / "out"
-    process = start(out, data_dir, max_steps=100000)
+    settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out, "max_steps": 100000}
+    process = subprocess.Popen(command("train.py", **settings), **PIPES)
     try:
         wait_for((out / "ckpt.pt").exists, process)
         process.stdout.close()
         link = tmp_path / "link"
         link.symlink_to(out)
-        second = start(link, data_dir, max_steps=3, init="resume")
-        said, _ = second.communicate(timeout=200)
-        assert second.returncode == 1 and "another process writes to" in said.splitlines()[-1]
+        said = start(link, data_dir, max_steps=3, init="resume").end(1)
+        assert "another process writes to" in said.splitlines()[-1]
         reached = runlog.read_log(out)[-1]["step"]
         wait_for(lambda: runlog.read_log(out)[-1]["step"] >= reached + 20, process)
         process.send_signal(signal.SIGINT)
@@ -138,8 +132,8 @@ def test_signals():
     """nohup keeps a closed terminal from ending a run. A batch system and torchrun may both send a
     signal: a second one ends it, but not at once, since a user out of patience comes later."""
     command = ["nohup", sys.executable, "-c", WAITER]
-    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL, **streams)
+    streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, text=True, **streams)
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGHUP)

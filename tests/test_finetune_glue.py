@@ -5,7 +5,7 @@ import io
 import json
 import re
 import shutil
-import subprocess
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import PIPES, command, put, script, wait_for, write_model
+from conftest import begin, put, script, wait_for, write_model
 from hub import StandIn
 from tqdm import tqdm
 
@@ -157,10 +157,10 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     # killed in one of many fine-tunings
     (model / "glue.jsonl").unlink()
     settings = QUICK | {"glue_dir": glue_files[0], "model": model, "tasks": "cola,stsb"}
-    process = subprocess.Popen(command("finetune_glue.py", **settings | {"seeds": 20}), **PIPES)
+    process = begin("finetune_glue.py", **settings | {"seeds": 20})
     wait_for(lambda: glue.read_runs(model), process)
     process.kill()
-    process.communicate()
+    process.end(-signal.SIGKILL)
     n_done = len([seed for _, seed in scores(model) if seed < 2])
     assert f"{n_done} of 4 fine-tunings are in" in run(model, glue_files)
     assert {job: found for job, found in scores(model).items() if job[1] < 2} == finished

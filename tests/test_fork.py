@@ -1,29 +1,28 @@
-"""The edits that README.md and docs/how_it_works.md name, and more, each in a copy of the code.
-
-A fork that has changed a place which such an edit starts from skips that test."""
+"""The edits that README.md and docs/how_it_works.md name, and more, each in a copy of the code."""
 
 import csv
 import json
 import math
 import os
 import shutil
-import subprocess
-import sys
+import socket
 
 import pytest
 import torch
-from conftest import PIPES, ROOT, SMALL_MODEL, flags
-from forked import SCRIPT
+from conftest import QUICK, ROOT, SMALL_MODEL, flags
+from forked import SCRIPT, Forked
 from safetensors.torch import load_file
 
 FILES = ("train.py", "model.py", "finetune_glue.py", "nanocram", "config")
-# What takes most of the seconds of a small run: the yardstick, the picture and inductor.
-QUICK = """
+NO_INDUCTOR = """
 import functools, torch
-from nanocram import machine, runlog
 torch.compile = functools.partial(torch.compile, backend="eager")
-machine.matmul_rate = lambda *where: 1e12
-runlog.plot = lambda folder: None
+"""
+# Begins a second process: both are ranks of one run.
+TWO_RANKS = """
+import os
+os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "FREE"}
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if os.fork() else "1"
 """
 
 MASKED = """
@@ -40,9 +39,8 @@ def save(n):
 class Fork:
     """A copy of the repository, whose edits are counted."""
 
-    def __init__(self, folder, data_dir, server):
+    def __init__(self, folder, data_dir):
         self.folder = folder
-        self.server = server
         self.settings = SMALL_MODEL | {"data_dir": str(data_dir), "samples": ""}
         self.settings |= {"log_every": 1, "max_steps": 4}
         self.edited = 0  # lines
@@ -68,12 +66,13 @@ class Fork:
         self.edit(file, before, new + before)
 
     def python(self, code, *argv):
-        return self.server.run(self.folder, code, argv or ("-c",))
+        return Forked(self.folder, code, *argv).end()
 
-    def train(self, out_dir="out", **settings):
-        """Run train.py; (rows of log.csv, ckpt.pt)."""
+    def train(self, out_dir="out", first="", **settings):
+        """Run train.py, after what is to come first; (rows of log.csv, ckpt.pt)."""
         settings = self.settings | settings | {"out_dir": out_dir}
-        self.said = self.python(QUICK + SCRIPT, "train.py", *flags(**settings))
+        code = first + NO_INDUCTOR + QUICK + SCRIPT
+        self.said = self.python(code, "train.py", *flags(**settings))
         folder = self.folder / out_dir
         rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
         return rows, torch.load(folder / "ckpt.pt", weights_only=True)
@@ -93,24 +92,27 @@ class Fork:
 
 
 @pytest.fixture
-def fork(tmp_path, data_dir, server):
-    return Fork(tmp_path / "fork", data_dir, server)
+def fork(tmp_path, data_dir):
+    return Fork(tmp_path / "fork", data_dir)
+
+
+SCORES = "    scores = torch.rand(B, T - 1, device=rows.device)\n"
+BY_WORD = """    words = run.begins_word[rows[:, 1:]].cumsum(1)
+    scores = torch.rand(B, T, device=rows.device).gather(1, words)
+"""
 
 
 def test_other_schedules_and_another_masking(fork):
     """Rate, rows of a step and their length; spans: a row's masked tokens stand side by side."""
-    fork.insert(
-        "train.py",
-        '    if schedule == "linear":\n',
-        '    if schedule == "root":\n        return (1 - progress) ** power\n',
-    )
+    new = '    if schedule == "root":\n        return (1 - progress) ** power\n'
+    fork.insert("train.py", '    if schedule == "linear":\n', new)
     fork.insert("train.py", "warmup = 0.01 ", "power = 1.0\n")
     new = "    return micro_batch * (3 if progress > 0.4 else 1)\n"
     fork.insert("train.py", "    if progress >= batch_ramp:\n", new)
     new = "    return 64 if progress < 0.5 else seq_len, 40 - int(20 * progress)\n"
     fork.insert("train.py", "    stage = min(3, int(4 * progress))\n", new)
-    old = "scores = torch.rand(B, T - 1, device=rows.device)"
-    fork.edit("train.py", old, "scores = -(torch.arange(T - 1) - torch.randint(T, (B, 1))).abs()")
+    new = "    scores = -(torch.arange(T - 1) - torch.randint(T, (B, 1))).abs()\n"
+    fork.edit("train.py", SCORES, new)
     (_, *rows), _ = fork.train(schedule="root", power=0.5, lr=0.01)
     wanted = {
         "lr": [0.01 * (1 - step / 4) ** 0.5 for step in range(4)],
@@ -127,12 +129,7 @@ def test_other_schedules_and_another_masking(fork):
 
 def test_whole_words(fork):
     """All tokens of a word are hidden, or none; but for the last one that was drawn."""
-    fork.edit(
-        "train.py",
-        "    scores = torch.rand(B, T - 1, device=rows.device)\n",
-        "    words = run.begins_word[rows[:, 1:]].cumsum(1)\n"
-        "    scores = torch.rand(B, T, device=rows.device).gather(1, words)\n",
-    )
+    fork.edit("train.py", SCORES, BY_WORD)
     hidden = fork.masked(20)[:, 1:127].unflatten(1, (42, 3)).sum(2)  # of each word's three tokens
     assert ((hidden == 1) | (hidden == 2)).sum(1).max() <= 1 and hidden.sum(1).min() >= 19
     fork.train()
@@ -240,7 +237,6 @@ KEEP = """        hard = 0.9 * state.tensors.get("hard", 0.0) + means["hard"]
         state.tensors["hard"] = hard
 """
 SUMMED = "        for name, value in measured.items():\n"
-SCORES = "    scores = torch.rand(B, T - 1, device=rows.device)\n"
 BY_LOSS = """    if "hard" in run.state.tensors:
         scores = scores ** (1 / (1 + run.state.tensors["hard"][rows[:, 1:]]))
 """
@@ -253,18 +249,16 @@ def test_a_statistic_that_decides_what_is_hidden(fork):
     fork.edit("train.py", SCORES, SCORES + BY_LOSS)
     fork.train("stopped", max_steps=2, **STEADY)
     ends = [fork.train(**STEADY)[1], fork.train("stopped", init="resume", **STEADY)[1]]
-    settings = fork.settings | STEADY | {"out_dir": "ranks"}
-    ranks = "-m torch.distributed.run --standalone --nproc_per_node=2 train.py".split()
-    command = [sys.executable, *ranks, *flags(**settings)]
-    done = subprocess.run(command, cwd=fork.folder, timeout=300, **PIPES)
-    assert done.returncode == 0, done.stdout
-    ends.append(torch.load(fork.folder / "ranks/ckpt.pt", weights_only=True))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        ranks = TWO_RANKS.replace("FREE", str(free.getsockname()[1]))
+    ends.append(fork.train("ranks", ranks, **STEADY)[1])
     for other in ends[1:]:
         torch.testing.assert_close(other["state"]["tensors"], ends[0]["state"]["tensors"])
         torch.testing.assert_close(other["model"], ends[0]["model"], rtol=1e-4, atol=1e-6)
 
 
 STEPPED = "    state.step += 1\n"
+GLOBAL = "    global UNIT\n    UNIT += 1\n"
 RANDOM = "    import random\n    scores = scores.roll(random.randrange(99), 1)\n"
 MADE = "        self.apply(init_weights(config.n_embd))\n"
 COUNT = '        self.register_buffer("seen", torch.zeros(()))\n'
@@ -275,14 +269,8 @@ TEACHER = """    import copy
 """
 CLOSURE = "    usual = torch.zeros(())\n\n"
 LOST = {  # state that no checkpoint has: [(file, before what, new lines)], what is said
-    "a global": (
-        [("train.py", STEPPED, "    global UNIT\n    UNIT += 1\n")],
-        "a step changes UNIT,",
-    ),
-    "a mean of the weights": (
-        [("train.py", STEPPED, TEACHER)],
-        r"a step changes run\.teacher,",
-    ),
+    "a mean of the weights": ([("train.py", STEPPED, TEACHER)], r"a step changes run\.teacher,"),
+    "a global": ([("train.py", STEPPED, GLOBAL)], "a step changes UNIT,"),
     "a buffer": (
         [("model.py", MADE, COUNT), ("model.py", LOSS, "        model.seen.add_(1)\n")],
         "a pass changes the buffer seen,",
@@ -294,10 +282,7 @@ LOST = {  # state that no checkpoint has: [(file, before what, new lines)], what
         ],
         "a pass changes loss_fn's usual,",
     ),
-    "Python's chance": (
-        [("train.py", "    order = torch.rand(", RANDOM)],
-        "the same rows, weights and seed give another loss",
-    ),
+    "Python's chance": ([("train.py", "    order = torch.rand(", RANDOM)], "give another loss"),
 }
 
 
@@ -402,38 +387,21 @@ def test_a_number_that_changes_in_the_loss_must_be_a_tensor(fork):
         fork.train(compile=True, n_layer=1, max_steps=40, mask_rate_end=0.3)
 
 
-def test_a_batch_that_depends_on_what_was_measured(fork):
-    """Of any number of rows: whole passes are trained, and all of them are counted."""
-    new = "    if state.last:\n        n_rows = 8 * state.step + 9 + 0 * state.last['grad_norm']\n"
-    fork.insert("train.py", "    # set the learning rates\n", new)
-    rows, ckpt = fork.train(batch_start=16)
-    assert [row["batch_size"] for row in rows] == ["", "16", "24", "32", "40"]
-    assert int(rows[-1]["tokens"]) == 128 * ckpt["state"]["rows_seen"] == 128 * (16 + 24 + 32 + 40)
+MEANS = """        for name, p in run.model.named_parameters():
+            mean = state.tensors.setdefault(name, torch.zeros_like(p).detach())
+            mean.lerp_(p.detach(), 1 / (state.step + 1))
+"""
+COPY_IN = """        kept = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        run.model.load_state_dict(run.state.tensors, strict=False)
+"""
 
 
 def test_a_mean_of_the_weights_is_evaluated(fork):
     """The folder has the means, the checkpoint what trains, and the means for a resume."""
-    fork.insert(
-        "train.py",
-        SUMMED,
-        """        for name, p in run.model.named_parameters():
-            mean = state.tensors.setdefault(name, torch.zeros_like(p).detach())
-            mean.lerp_(p.detach(), 1 / (state.step + 1))
-""",
-    )
-    fork.edit(
-        "train.py",
-        """        yield  # copy others in before this line ...
-    finally:
-        pass  # ... and the training weights back in here
-""",
-        """        kept = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-        run.model.load_state_dict(run.state.tensors, strict=False)
-        yield
-    finally:
-        run.model.load_state_dict(kept, strict=False)
-""",
-    )
+    fork.insert("train.py", SUMMED, MEANS)
+    fork.insert("train.py", "        yield  # copy others in before this line ...\n", COPY_IN)
+    old = "        pass  # ... and the training weights back in here\n"
+    fork.edit("train.py", old, "        run.model.load_state_dict(kept, strict=False)\n")
     _, ckpt = fork.train()
     name = "model.layers.0.mlp.Wo.weight"
     found = load_file(fork.folder / "out/model.safetensors")[name]

@@ -1,10 +1,10 @@
-"""What a GPU has to show: numerics, waiting, compiling, memory, resumes, fine-tuning, offload.
+"""What a GPU has to show: numerics, compiling, memory, resumes, fine-tuning, offload.
 
     python -m pytest -rP tests/test_gpu.py   # what each saw; not with -n: they would share the GPU
 
-conftest.py hides the GPU from all other tests. Here a check is a script as a user starts it, or a
-function in a process of its own. Where there is no GPU, TEST_DEVICE=cpu rehearses what makes sense
-on a CPU. All passed on an H100 on 2026-11-26; since then they were joined, and ran on no GPU.
+conftest.py hides the GPU from all other tests. A check is a script as a user starts it, or a
+function in a process of its own. TEST_DEVICE=cpu rehearses what makes sense on a CPU.
+All passed on an H100 on 2026-11-26; since then they were joined, and ran on no GPU.
 """
 
 import functools
@@ -14,12 +14,11 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, assert_same_course, command, script, wait_for_step
+from conftest import ROOT, SMALL_MODEL, assert_same_course, by_a_user, command, wait_for_step
 
 import bench
 import train
@@ -72,9 +71,6 @@ def visible_gpus():
         if DEVICE == "cuda" and no_gpu():
             pytest.skip(no_gpu())
         yield
-
-
-needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="there is no such thing on a CPU")
 
 
 def set_up(**settings):
@@ -144,44 +140,6 @@ def test_losses_and_gradients(model, products, mode):
     assert gradient_error > 1e-5 or dtype == torch.float32  # a CPU has no TF32
 
 
-# How often a step waits
-
-
-def waits():
-    """({(optimiser, dtype): where each of five steps waits for the GPU}, where one .item() does).
-
-    As far as torch notices it: its debug mode sees copies to the host, not every call of CUDA."""
-
-    def places(work, *args):
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            work(*args)
-        torch.cuda.set_sync_debug_mode("default")
-        waited = [one for one in said if "synchronizing CUDA operation" in str(one.message)]
-        return [f"{one.filename}:{one.lineno}" for one in waited]
-
-    found = {}
-    for how in itertools.product(("muon", "adamw"), ("float32", "bfloat16", "float16")):
-        # 4,096 tokens: from 3,073 on the embedding's gradient is computed in another way.
-        rows = {"micro_batch": 32, "batch_start": 32, "batch_size": 64}
-        set_up(optimizer=how[0], dtype=how[1], **rows)
-        run = bench.new_run()
-        for _ in range(2):  # the optimisers make their states
-            bench.step_of(run, 2)
-        found[how] = [places(bench.step_of, run, 2) for _ in range(5)]
-    return found, places(run.model.decoder.bias[0].item)
-
-
-@needs_cuda
-def test_a_step_waits_once():
-    """For loss and norm."""
-    found, one_item = answer(waits)
-    assert len(one_item) == 1  # or nothing would be noticed
-    for how, steps in found.items():
-        assert [len(places) for places in steps] == [1] * 5, (how, steps)
-
-
 # Whole runs
 
 
@@ -241,7 +199,7 @@ def halving(data_dir, out_dir):
     return fitted, steps, torch.cuda.memory_reserved(), allowed
 
 
-@needs_cuda
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no such thing on a CPU")
 def test_micro_batch_halves_until_it_fits(data_dir, tmp_path):
     """A real allocator that refuses."""
     fitted, steps, reserved, allowed = answer(halving, str(data_dir), str(tmp_path / "out"))
@@ -261,7 +219,7 @@ STEPS = 120 if DEVICE == "cuda" else 20  # that are to be stopped before: a GPU 
 def undisturbed(data_dir, tmp_path_factory):
     """The folder of a run of so many steps."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    script("train.py", **small_run(data_dir, out, max_steps=STEPS))
+    by_a_user("train.py", **small_run(data_dir, out, max_steps=STEPS))
     return out
 
 
@@ -274,7 +232,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(undisturbed, data_dir, tmp_
     process.terminate()
     assert process.wait(60) == 0
     assert 5 <= runlog.read_log(out)[-1]["step"] < STEPS
-    script("train.py", **settings | {"init": "resume"})
+    by_a_user("train.py", **settings | {"init": "resume"})
     # Muon makes full steps of a gradient's smallest directions, noise included. On an H100 a matrix
     # was 1.9 % off, with losses within 1e-5; a resume without Muon's momentum is 42 % off (CPU).
     assert_same_course(out, undisturbed, 1e-3, of_weights=0.1)
@@ -288,7 +246,7 @@ def test_fine_tuning(undisturbed, glue_files, tmp_path, monkeypatch):
     scores = []
     for where in (DEVICE, "cpu"):
         folder = shutil.copytree(undisturbed, tmp_path / f"model{len(scores)}")
-        script("finetune_glue.py", model=folder, device=where, **settings)
+        by_a_user("finetune_glue.py", model=folder, device=where, **settings)
         (run,) = glue.read_runs(folder).values()
         scores.append(run["scores"])
     ours, reference = scores
@@ -304,6 +262,6 @@ def test_offload_is_the_plain_run(dtype, data_dir, tmp_path):
     for offload in (False, True):
         out = tmp_path / f"{offload}"
         changes = small_run(data_dir, out, offload=offload, **settings)
-        script("train.py", ROOT / "config/offload.py", **changes)
+        by_a_user("train.py", ROOT / "config/offload.py", **changes)
     tolerance = {"float32": 1e-3, "bfloat16": 1e-2}[dtype]  # of one card beside itself
     assert_same_course(tmp_path / "True", tmp_path / "False", tolerance, 10 * tolerance)

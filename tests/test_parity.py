@@ -1,8 +1,7 @@
-"""The paper's recipes, against its numbers: those of arXiv 2212.14034 and of its authors' code.
+"""The paper's recipes, against the numbers of arXiv 2212.14034 and of its authors' code.
 
-Nothing on the expected side comes from train.py or model.py: each recipe's numbers and formulas
-stand here once more, with torch's own optimisers in float64. What is not the paper's is in
-docs/how_it_works.md.
+Nothing on the expected side comes from train.py or model.py; docs/how_it_works.md has what is not
+the paper's.
 """
 
 import copy
@@ -39,44 +38,23 @@ def ramp(t):  # to 8,192 rows at 0.6 of the budget, by whole micro-batches
     return min(train.micro_batch * (math.floor(8192 * t / (0.60 * train.micro_batch)) + 1), 8192)
 
 
-CRAMMED = {
-    "parameters": 119_589_889,
-    "lr": 1e-3,
-    "betas": (0.9, 0.98),
-    "eps": 1e-12,
-    "coupled": False,
-    "clip": 0.5,
-    "schedule": triangle,
-    "rows": ramp,
-    "hidden": (26, 3, 3),  # [MASK], a random token, as it was
-    "dropout": 0.0,
-}
-BERTS = CRAMMED | {"hidden": (15, 2, 2), "clip": 0.0}
+CRAMMED = dict(parameters=119_589_889, lr=1e-3, schedule=triangle, rows=ramp)
+CRAMMED |= dict(betas=(0.9, 0.98), eps=1e-12, coupled=False, clip=0.5, dropout=0.0)
+CRAMMED |= dict(hidden=(26, 3, 3))  # [MASK], a random token, as it was
+BERTS = CRAMMED | dict(hidden=(15, 2, 2), clip=0.0)
+MINIMAL = BERTS | dict(lr=5e-4, schedule=cosine(0.06), rows=lambda t: 8192)
+# Theirs warms up over the first hundredth of a million steps, and would end after the last.
+BERT = BERTS | dict(parameters=111_241_472, lr=1e-4, schedule=linear(0.01), rows=lambda t: 512)
+BERT |= dict(betas=(0.9, 0.999), eps=1e-8, coupled=True, dropout=0.1)
+# 1e-3 is its inventors'; the paper's authors have 2e-3.
+IZSAK = BERTS | dict(parameters=337_081_344, schedule=linear(0.06), rows=lambda t: 4096)
+IZSAK |= dict(eps=1e-6, dropout=0.1)
 RECIPES = {
     "crammed": CRAMMED,
-    "bert_minimal_arch": CRAMMED | {"parameters": 110_945_024},
-    "bert_minimal_train": BERTS | {"lr": 5e-4, "schedule": cosine(0.06), "rows": lambda t: 8192},
-    # Theirs warms up over the first hundredth of a million steps, and would end after the last.
-    "bert": BERTS
-    | {
-        "parameters": 111_241_472,
-        "lr": 1e-4,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "coupled": True,
-        "schedule": linear(0.01),
-        "rows": lambda t: 512,
-        "dropout": 0.1,
-    },
-    # 1e-3 is its inventors'; the paper's authors have 2e-3.
-    "izsak": BERTS
-    | {
-        "parameters": 337_081_344,
-        "eps": 1e-6,
-        "schedule": linear(0.06),
-        "rows": lambda t: 4096,
-        "dropout": 0.1,
-    },
+    "bert_minimal_arch": CRAMMED | dict(parameters=110_945_024),
+    "bert_minimal_train": MINIMAL,
+    "bert": BERT,
+    "izsak": IZSAK,
 }
 
 

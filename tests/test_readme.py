@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SMALL_DATA, SMALL_MODEL, flags, write_model
-from forked import SCRIPT
+from forked import SCRIPT, Forked
 
 import train
 from nanocram.settings import configure
@@ -88,7 +88,7 @@ ELSEWHERE = {"--init=resume"}  # other tests have these
 
 
 @pytest.mark.slow
-def test_commands_run(tmp_path, data_dir, corpus, glue_files, server):
+def test_commands_run(tmp_path, data_dir, corpus, glue_files):
     """Those of our scripts, one after the other, and the one-liners; in a folder that looks like
     the repository to them, with small data and small models."""
     for name in ("config", "nanocram", "model.py", *SCRIPTS):
@@ -106,12 +106,12 @@ def test_commands_run(tmp_path, data_dir, corpus, glue_files, server):
     for name, args in calls_of_scripts():
         if not ELSEWHERE & set(args) and "--baseline=hf:" not in " ".join(args):
             shutil.rmtree(tmp_path / "data/new", ignore_errors=True)
-            server.run(tmp_path, SCRIPT, [tmp_path / name, *args, *flags(**SHORT[name])])
+            Forked(tmp_path, SCRIPT, tmp_path / name, *args, *flags(**SHORT[name])).end()
     for program, args in commands():
         if program == "python" and args[0] == "-c":
             for name in args[2:]:
                 (tmp_path / name).write_text("two\n\nparagraphs\n")
-            assert server.run(tmp_path, args[1], ["-c", *args[2:]]).strip(), args[1]
+            assert Forked(tmp_path, args[1], "-c", *args[2:]).end().strip(), args[1]
 
 
 # Links, files and names

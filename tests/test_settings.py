@@ -90,25 +90,20 @@ def test_recipes_are_python_and_later_arguments_win(example, tmp_path):
     assert "_n" not in example
 
 
-def test_a_recipe_may_set_what_another_script_has(example, tmp_path):
-    """Its values can be used; a name that no script has is refused."""
+def test_what_another_script_has(example, other, tmp_path):
+    """A recipe may set it and use its value; bench.py takes train.py's flags too. A setting that
+    both have is the script's own; a name that no script has is refused."""
     configure(example, [write(tmp_path, "parts = 2 * parts\ncount = parts\n")])
     assert example["count"] == 4 and "parts" not in example
     assert "did you mean parts?" in refused(example, write(tmp_path, "partz = 2\n"))
-
-
-def test_the_settings_of_another_script(example, other):
-    """bench.py takes those of train.py too; a setting that both have is the script's own."""
     configure(example, ["--parts=5", "--rate=1"], other)
     assert (example["rate"], other.rate, other.parts) == (1.0, 0.25, 5)
     assert "did you mean parts?" in refused(example, "--part=5", also=other)
     assert "no setting parts" in refused(example, "--parts=5")
 
 
-def test_a_later_call_begins_with_the_defaults_and_what_was_assigned_by_hand(
-    example, other, capsys
-):
-    """As in a notebook, where weights may have changed settings too."""
+def test_a_later_call_begins_with_the_defaults_and_what_was_assigned(example, other, capsys):
+    """By hand, as in a notebook, where weights may have changed settings too."""
     configure(example, ["--count=7", "--rate=2"], other)
     other.parts = 9
     example["name"] = "by hand"
@@ -118,7 +113,6 @@ def test_a_later_call_begins_with_the_defaults_and_what_was_assigned_by_hand(
     said = capsys.readouterr().out
     assert "name = 'by hand'" in said and "parts = 9" in said and "count" not in said
     assign(example, {"count": 9})
-    configure(example, ["--name=again"])
     configure(example, [])
     assert values(example) == DEFAULTS | {"name": "by hand"}
 

@@ -35,12 +35,11 @@ def saved_state(train):
 def test_the_rate_rises_stays_and_falls(setting):
     """test_parity.py has the paper's schedules."""
     points = np.linspace(0, 1, 41)
-    setting(schedule="trapezoid", warmup=0.1, cooldown=0.65)
-    wanted = np.interp(points, [0, 0.1, 0.35, 1], [0, 1, 1, 0])
-    assert [module.lr_scale(p) for p in points] == pytest.approx(wanted, abs=1e-9)
-    setting(schedule="constant")
-    wanted = np.interp(points, [0, 0.1, 1], [0, 1, 1])
-    assert [module.lr_scale(p) for p in points] == pytest.approx(wanted, abs=1e-9)
+    setting(warmup=0.1, cooldown=0.65)
+    for schedule, end in (("trapezoid", 0), ("constant", 1)):
+        setting(schedule=schedule)
+        wanted = np.interp(points, [0, 0.1, 0.35, 1], [0, 1, 1, end])
+        assert [module.lr_scale(p) for p in points] == pytest.approx(wanted, abs=1e-9)
     setting(schedule="trapezoid", warmup=0.0, cooldown=0.0)
     assert module.lr_scale(0) == 1
 
@@ -122,7 +121,7 @@ def test_accumulation_gives_the_clipped_gradient_of_one_big_batch(
 
 
 def test_a_step_asks_the_device_for_no_number_more(train, monkeypatch):
-    """Than loss and norm, by one tolist(); test_gpu.py counts what a GPU waits for."""
+    """Than loss and norm, by one tolist(): a GPU would wait for each."""
     run = new_run()
     module.train_step(run, 1.0)  # the optimisers make their states
     for name in ("item", "__bool__", "__float__", "__int__", "cpu", "nonzero"):
@@ -131,18 +130,15 @@ def test_a_step_asks_the_device_for_no_number_more(train, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "bad_steps", "steps", "saved"),
+    ("dtype", "bad", "steps", "saved"),
     [
         ("float32", range(3, 6), 9, 9),
         ("float32", range(5, 200), 200, 5),
-        ("float32", range(5, 6), 6, 5),
         ("float16", range(3, 6), 6, 6),
         ("float16", range(2, 6), 6, 2),
     ],
 )
-def test_steps_without_a_finite_gradient(
-    train, setting, monkeypatch, dtype, bad_steps, steps, saved
-):
+def test_steps_without_a_finite_gradient(train, setting, monkeypatch, dtype, bad, steps, saved):
     """They change no weight, and nothing is saved after them, since the weights may be the reason;
     but after three in float16, where they are routine. Too many end the run, which can go on."""
     setting(max_steps=steps, samples="", dtype=dtype, checkpoint_minutes=1e-9)
@@ -150,7 +146,7 @@ def test_steps_without_a_finite_gradient(
 
     def sometimes_bad(run, progress):
         loss_fn = run.loss_fn
-        if run.state.step in bad_steps:
+        if run.state.step in bad:
             run.loss_fn = lambda *batch: {k: x * math.nan for k, x in loss_fn(*batch).items()}
         train_step(run, progress)
         run.loss_fn = loss_fn
@@ -163,7 +159,7 @@ def test_steps_without_a_finite_gradient(
             with pytest.raises(SystemExit) as end:
                 module.main()
             assert end.value.code and "\n" not in str(end.value)
-    assert runlog.read_log(train.out_dir)[-1]["skipped"] >= min(len(bad_steps), 40)
+    assert runlog.read_log(train.out_dir)[-1]["skipped"] >= min(len(bad), 40)
     assert saved_state(train)["step"] == saved
     if saved < steps:
         setting(init="resume", max_steps=saved + 2)
@@ -186,31 +182,15 @@ def test_compiled_equals_eager(train, setting):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "offload"), [("adamw", False), ("adamw", True), ("muon", False)]
-)
-def test_frozen_weights_stay(train, setting, optimizer, offload):
-    """Weight decay included; the others learn as they should."""
-    setting(offload=offload, optimizer=optimizer, weight_decay=0.1, zero_init=False)
-    run = new_run()
-    before = {name: p.clone() for name, p in run.model.named_parameters()}
-    for part in (run.model.model.embeddings, run.model.model.layers[0]):
-        part.requires_grad_(False)
-    for _ in range(2):
-        module.train_step(run, 0.5)
-    for name, p in run.model.named_parameters():
-        assert torch.equal(p, before[name]) != p.requires_grad, name
-
-
 # The clock
 
 
-@pytest.mark.parametrize("kind", ["step", "eval", "save"])
-@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("kind", "number"), [("step", 0), ("step", 3), ("eval", 1), ("save", 0), ("save", 1)]
+)
 def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys, kind, number):
-    """Whenever it comes: the budget is used, and the rate falls to 0 at its end. By a made-up clock
-    on which setting up takes 60 s, a step 1 s, an evaluation 6 s, a save 2 s, and one of them 200 s
-    more. Setting up is no progress."""
+    """The budget is used, and the rate falls to 0 at its end; by a made-up clock on which one of
+    them takes 200 s more."""
     usual, clock = {"step": 1.0, "eval": 6.0, "save": 2.0}, [0.0]
     count = dict.fromkeys(usual, 0)
     progress_at_evals = []
@@ -256,14 +236,6 @@ def test_a_budget_that_setting_up_uses_trains_nothing(train, setting):
     with pytest.raises(SystemExit, match=r"at step 0: .* type --budget_hours=0.00\d or more$"):
         module.main()
     assert not (Path(train.out_dir) / "README.md").exists()
-    # nor does a resume behind the end change anything
-    setting(budget_hours=0.0, max_steps=2)
-    module.main()
-    before = {path: path.read_bytes() for path in Path(train.out_dir).iterdir()}
-    setting(init="resume")
-    with pytest.raises(SystemExit, match=r"type --max_steps=3 or more$"):
-        module.main()
-    assert before == {path: path.read_bytes() for path in Path(train.out_dir).iterdir()}
 
 
 def test_a_result_that_is_none_is_called_so(train, setting, monkeypatch, capsys):
@@ -330,7 +302,8 @@ def test_a_log_that_cannot_be_written_stops_no_checkpoint(train, setting, monkey
 
 
 def test_wandb_gets_every_row(train, setting, monkeypatch, capsys):
-    """A resume goes on with the same run of theirs."""
+    """A resume goes on with the same run of theirs. If its process dies, and matplotlib is broken,
+    training goes on, and says each once."""
     seen = []
     logger = SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))), id="abc")
     fake = SimpleNamespace(init=lambda **facts: seen.append(facts) or logger)
@@ -341,23 +314,18 @@ def test_wandb_gets_every_row(train, setting, monkeypatch, capsys):
     rows = runlog.read_log(train.out_dir)
     assert [step for step, _ in seen[1:]] == [row["step"] for row in rows] == [0, 2, 4]
     assert seen[-1][1]["val_loss_15"] == pytest.approx(rows[-1]["val_loss_15"], rel=1e-5)
-    seen.clear()
-    setting(max_steps=6, init="resume")
-    train.main()
-    assert seen[0]["id"] == "abc" and [step for step, _ in seen[1:]] == [6]
 
-    # its process dies, and matplotlib is broken: the run goes on, and says each once
     def dead(row, step):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     logger.log = dead
     monkeypatch.setattr("matplotlib.figure.Figure", None)
-    setting(max_steps=12, wandb_project="mine")
+    setting(max_steps=10, init="resume")
     put(monkeypatch, runlog, plot=PLOT)
     train.main()
     said = capsys.readouterr().out
+    assert seen[-1]["id"] == "abc" and saved_state(train)["step"] == 10
     assert said.count("Broken pipe") == said.count("no loss.png") == 1
-    assert saved_state(train)["step"] == 12
 
 
 # Setting up
@@ -406,8 +374,7 @@ def test_a_gpu_that_torch_cannot_use_is_one_line(monkeypatch, driver):
 
 def test_a_run_needs_no_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    facts = machine.describe(torch.device("cpu"))
-    assert facts["commit"] == "unknown" and facts["torch"] == torch.__version__
+    assert machine.describe(torch.device("cpu"))["commit"] == "unknown"
 
 
 def test_a_compiler_that_fails_is_one_line(train, setting, monkeypatch):
@@ -474,12 +441,9 @@ def test_a_gpu_with_room_takes_more_rows(train, setting, monkeypatch):
     run = new_run()
     run.device = SimpleNamespace(type="cuda")
 
-    def taken(room, fails=False):
-        tried = []
-
+    def taken(room, largest):
         def take_all_passes(run, rows):
-            tried.append(run.micro_batch)
-            if fails and run.micro_batch > 256:
+            if run.micro_batch > largest:
                 raise MemoryError
             return 1.0, 1.0
 
@@ -487,10 +451,9 @@ def test_a_gpu_with_room_takes_more_rows(train, setting, monkeypatch):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * room, 0))
         run.micro_batch = run.small_pass = 256
         module.set_up(run, run.rows.read(0, 8))
-        assert len(tried) <= 2 and run.small_pass == 256
         return run.micro_batch
 
-    for room, fails, rows in ((5, False, 1024), (3, False, 512), (1, False, 256), (5, True, 256)):
+    for room, largest, rows in ((5, 1024, 1024), (3, 1024, 512), (1, 1024, 256), (5, 256, 256)):
         run.state = run.clock.state = module.State()
-        assert taken(room, fails) == rows
-        assert taken(1000) == rows
+        assert taken(room, largest) == rows
+        assert taken(1000, 1024) == rows

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import SMALL_MODEL, script, table_cells
+from conftest import SMALL_MODEL, put, script, table_cells
 
 from nanocram import runlog
 from results import compare
@@ -23,10 +23,10 @@ def write_run(folder, seed, loss, seconds=100, tokens=1_000_000, evals=6, settin
         lines.append(f"{done * seconds},{10 * i},{int(done * tokens)},{at}")
     (folder / "log.csv").write_text("\n".join(lines) + "\n")
     own = {"seed": seed, "out_dir": str(folder), "init": "scratch", "lr": 0.1, "eval_rows": 8}
-    all_facts = {"settings": own | dict(settings), "finished_at_step": 10 * evals}
-    all_facts |= {"data": "d", "held_out": "h", "device": "cpu", "code": "c", "commit": "x"}
-    all_facts |= {"began_from": {}, "parameters": 1000, "frequency_loss": 6.6}
-    (folder / "run.json").write_text(json.dumps(all_facts | facts))
+    usual = {"data": "d", "held_out": "h", "device": "cpu", "code": "c", "commit": "x"}
+    usual |= {"began_from": {}, "parameters": 1000, "frequency_loss": 6.6}
+    usual |= {"settings": own | dict(settings), "finished_at_step": 10 * evals}
+    (folder / "run.json").write_text(json.dumps(usual | facts))
     return str(folder)
 
 
@@ -89,7 +89,8 @@ def test_nothing_is_believed_where_a_run_is_in_mid_schedule(tmp_path, table):
     assert unknown[8] == "unknown: it takes more --evals"
 
 
-def test_what_misleads_is_said(tmp_path, table):
+def test_what_misleads_is_said(tmp_path, table, monkeypatch):
+    put(monkeypatch, compare, draw=lambda variants, path: None)  # seconds
     names = [write_run(tmp_path / f"r{seed}", seed, 3.0) for seed in range(3)]
     edited = [write_run(tmp_path / f"e{seed}", seed, 3.0, code="e") for seed in range(2)]
     # without names code makes a variant, and its first run the name

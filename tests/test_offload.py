@@ -33,14 +33,13 @@ def assert_equal(tensors, others):
     assert all(torch.equal(tensors[name], others[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, monkeypatch, capsys, dtype):
+def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, monkeypatch, capsys):
     """Weights, optimisers, losses and guesses after a ramp, dropout and clipping, at sizes to pad;
-    whichever part of the run, before a resume or after it, is offloaded. In float16 a loss scale
-    that is too large at first makes a step overflow."""
+    whichever part of the run, before a resume or after it, is offloaded. A loss scale that is too
+    large at first makes a step overflow."""
     too_large = functools.partial(torch.amp.GradScaler, init_scale=2.0**21)
     monkeypatch.setattr(torch.amp, "GradScaler", too_large)
-    setting(dtype=dtype, head_transform=True, n_layer=3, batch_size=24, eval_rows=8)
+    setting(dtype="float16", head_transform=True, n_layer=3, batch_size=24, eval_rows=8)
     setting(n_embd=18, n_head=3, n_inner=27)
     ends = []
     for first, second in ((False, False), (True, False), (False, True)):
@@ -54,7 +53,7 @@ def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, monkeypatch, ca
         ends.append((torch.load(out / "ckpt.pt", weights_only=True), rows, guesses))
     (plain, rows, guesses), *others = ends
     assert rows[-1]["step"] == 5 and len(guesses) > 2
-    assert (rows[-1]["skipped"] > 0) == (dtype == "float16")
+    assert rows[-1]["skipped"] > 0
     for ckpt, other_rows, other_guesses in others:
         assert (other_rows, other_guesses) == (rows, guesses)
         assert_equal(ckpt["model"], plain["model"])

@@ -53,7 +53,6 @@ LEFT_OUT = (
         (HINDI, table([("न", 1), ("ई", 2)]), "held out only: 0, 2\n"),
         (HINDI, "", "a bag of words: 100.0%"),
         (CHINESE, "", "a bag of .*characters has an accuracy of 100.0%"),
-        (HINDI, table([("न", "0.0")]), r"alike \(1\): '0' = '0.0'\n.* has no new text with"),
         ('{"text": "a", "label": ["x", "y"]}\n', "", "'label' is .*, no label"),
         ('{"text": "a", "label": 1}\n{"text": "b", "label": "1"}\n', "", "2 to train on, .*: 1\n"),
     ],
@@ -77,9 +76,8 @@ def test_what_is_wrong_with_texts_and_labels_is_said(
 @pytest.mark.slow
 def test_own_labels(tmp_path, data_dir, sentences):
     model = write_model(tmp_path / "model", data_dir)
-    more = {"trained_on": {"seq_len": 32}, "model_max_length": 128}  # each file has one of them
-    for path in (model / "config.json", model / "tokenizer_config.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"trained_on": {"seq_len": 32}}))
     rows = [(text, "asks" if i % 3 else "tells") for i, text in enumerate(sentences[:180])]
     rows[0] = " ".join([*sentences[:9], "[SEP]"]), "tells"
     # copies are on one side
@@ -93,10 +91,8 @@ def test_own_labels(tmp_path, data_dir, sentences):
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ids = Tokenizer(model / "tokenizer.json").encode(rows[0][0]).tolist()
     assert tokenizer(rows[0][0])["input_ids"][1:-1] == ids  # as in pre-training, a [SEP] is text
-    lengths = [len(tokenizer(text)["input_ids"]) for text, _ in rows]
-    for limit in (32, 128):
-        n_longer = sum(n > limit for n in lengths)
-        assert f"{n_longer} of 220 texts have more than {limit} tokens" in said
+    n_longer = sum(len(tokenizer(text)["input_ids"]) > 32 for text, _ in rows)
+    assert f"{n_longer} of 220 texts have more than 32 tokens" in said
     assert re.search(r"\d+ steps, some [\d.]+ minutes more", said)
 
     pipe = transformers.pipeline("text-classification", model=str(out), truncation=True)

@@ -44,22 +44,9 @@ from nanocram.tokenizer import Tokenizer
 
 PLOT = runlog.plot
 SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
-SMALL_MODEL = {
-    "vocab_size": 600,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_embd": 32,
-    "n_inner": 48,
-    "micro_batch": 8,
-    "batch_size": 16,
-    "batch_start": 8,
-    "eval_rows": 24,
-    "evals": 2,
-    "compile": False,
-    "dtype": "float32",
-    "log_every": 2,
-    "samples": "once upon a [MASK].",
-}
+SMALL_MODEL = dict(vocab_size=600, n_layer=2, n_head=2, n_embd=32, n_inner=48)
+SMALL_MODEL |= dict(micro_batch=8, batch_size=16, batch_start=8, eval_rows=24, evals=2)
+SMALL_MODEL |= dict(compile=False, dtype="float32", log_every=2, samples="once upon a [MASK].")
 # of random_model()
 SIZES = dict(vocab_size=90, max_seq_len=160, n_layer=3, n_head=2, n_embd=32, n_inner=24)
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -80,9 +67,9 @@ def command(name, *args, **settings):
     return [sys.executable, str(ROOT / name), *map(str, args), *flags(**settings)]
 
 
-def begin(name, *args, **settings):
-    """Begin a script of ours in a process that is ready for it, and quicker."""
-    return Forked(ROOT, QUICK + SCRIPT, *command(name, *args, **settings)[1:])
+def begin(name, *args, first="", **settings):
+    """Begin a script of ours, behind other code, in a process that is ready for it, and quicker."""
+    return Forked(ROOT, first + QUICK + SCRIPT, *command(name, *args, **settings)[1:])
 
 
 def script(name, *args, status=0, **settings):
@@ -90,8 +77,8 @@ def script(name, *args, status=0, **settings):
     return begin(name, *args, **settings).end(status)
 
 
-def by_a_user(name, *args, **settings):
-    """The same as a user starts it."""
+def typed(name, *args, **settings):
+    """Run a script of ours as a user who types it."""
     done = subprocess.run(command(name, *args, **settings), cwd=ROOT, timeout=300, **PIPES)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -148,21 +135,14 @@ def corpus(shared, texts):
     return shared("corpus", make) / "corpus.txt"
 
 
-@contextlib.contextmanager
-def threads(n):
-    """In place of prepare.new_processes(), which takes seconds."""
-    with ThreadPoolExecutor(n) as pool:
-        yield pool
-
-
 def prepare(folder, source, alone=True, **other):
     """Run prepare.py's main() in this process, by threads if alone; return meta.json."""
     values = SMALL_DATA | {"data_dir": str(folder), "source": str(source)} | other
     prepare_module.load_tokenizer.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
         put(patch, prepare_module, **values)
         if alone:
-            put(patch, prepare_module, new_processes=threads)
+            put(patch, prepare_module, new_processes=lambda n: contextlib.nullcontext(pool))
         prepare_module.main()
     return json.loads((folder / "meta.json").read_text())
 
@@ -206,6 +186,12 @@ def put(monkeypatch, module, **settings):
     for name, value in settings.items():
         assert hasattr(module, name), name
         monkeypatch.setattr(module, name, value)
+
+
+def keep_settings(monkeypatch, *scripts):
+    """Put settings back when the test is over."""
+    for script in scripts:
+        put(monkeypatch, script, **{name: getattr(script, name) for name in script.SETTINGS})
 
 
 def model_config(**changes):
@@ -278,8 +264,7 @@ OFFICIAL_FILES = {
 
 
 def write_glue(folder, sentences, train=40, dev=12):
-    """Files in the official layout, labels by the length of the first text; {(task, split):
-    [(texts, label)]}."""
+    """Official files, labels by the length of the first text; {(task, split): [(texts, label)]}."""
     written = {}
     for task, (columns, labels) in OFFICIAL_FILES.items():
         splits = {"train": train, "dev": dev}

@@ -11,8 +11,7 @@ SHA = 40 * "0"
 
 
 class StandIn:
-    """Serves root/datasets/OWNER/NAME and root/models/OWNER/NAME on a port of 127.0.0.1, to
-    processes that start while monkeypatch lasts."""
+    """Serves root/{datasets,models}/OWNER/NAME to processes that start while monkeypatch lasts."""
 
     def __init__(self, root, monkeypatch):
         answer = functools.partial(Answer, directory=root)

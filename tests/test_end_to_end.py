@@ -10,17 +10,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import (
-    PLOT,
-    SMALL_MODEL,
-    begin,
-    by_a_user,
-    prepare,
-    put,
-    result,
-    wait_for,
-    wait_for_step,
-)
+from conftest import PLOT, SMALL_MODEL, begin, prepare, put, result, typed, wait_for, wait_for_step
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -33,14 +23,13 @@ from nanocram.tokenizer import Tokenizer
 
 @pytest.fixture(scope="module")
 def finished(shared, data_dir):
-    """The folder of an undisturbed run of 60 steps, dropout and Muon and all, and its output beside
-    it; in the shell of a batch system that left its RANK."""
+    """The folder of a run of 60 steps in the shell of a batch system that left its RANK."""
 
     def make(folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RANK", "1")
             folders = {"data_dir": data_dir, "out_dir": folder / "out"}
-            printed = by_a_user("train.py", **SMALL_MODEL, **folders, max_steps=60, dropout=0.1)
+            printed = typed("train.py", **SMALL_MODEL, **folders, max_steps=60, dropout=0.1)
         (folder / "printed.txt").write_text(printed)
 
     return shared("finished", make) / "out"
@@ -49,9 +38,9 @@ def finished(shared, data_dir):
 def test_a_run_leaves_what_it_promises(finished, data_dir, tmp_path):
     out = shutil.copytree(finished, tmp_path / "out")
     printed = (finished.parent / "printed.txt").read_text()
-    names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json "
-    names += "tokenizer.json tokenizer_config.json"
-    assert {p.name for p in out.iterdir()} == {*names.split()}
+    names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json ".split()
+    names += ["tokenizer.json", "tokenizer_config.json"]
+    assert {p.name for p in out.iterdir()} == {*names}
     assert len({p.stat().st_mode for p in out.iterdir()}) == 1  # whoever may read one, may all
     run = json.loads((out / "run.json").read_text())
     assert run["settings"]["max_steps"] == 60 and run["settings"]["dropout"] == 0.1
@@ -114,11 +103,8 @@ def run_until(signal_number, min_step, out_dir, **settings):
     return process
 
 
-def test_a_stopped_and_a_killed_run_resume_bit_for_bit(
-    finished, tmp_path, data_dir, train, monkeypatch
-):
-    """SIGTERM at a random moment, kill -9 at another, then to the end: as if nothing had been. The
-    command is the same each time."""
+def test_stopped_and_killed_it_ends_the_same(finished, tmp_path, data_dir, train, monkeypatch):
+    """SIGTERM at a random moment, kill -9 at another: the same command ends as if neither was."""
     out, settings = tmp_path / "out", {"max_steps": 60, "dropout": 0.1, "init": "auto"}
     both = settings | {"data_dir": data_dir, "out_dir": out}
     assert "--init=resume" in run_until(signal.SIGTERM, 8, **both).end(130)
@@ -130,9 +116,7 @@ def test_a_stopped_and_a_killed_run_resume_bit_for_bit(
 
 
 def test_a_model_goes_on_with_longer_rows(finished, corpus, tmp_path, train, monkeypatch, capsys):
-    """By its vocabulary. Killed and resumed it ends as if nothing had been. Its sizes are the
-    model's, not n_layer=1, which nobody typed; the first held-out loss is the model's, by
-    transformers; the card adds the tokens."""
+    """With its vocabulary and its sizes, not n_layer=1, which nobody typed; killed and resumed."""
     base, data = finished, tmp_path / "longer"
     prepare(data, corpus, tokenizer=str(base), seq_len=256)
     assert f"--init={base}" in capsys.readouterr().out
@@ -202,9 +186,7 @@ def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path
     assert_close(weights[0], short, rtol=0, atol=0)
 
 
-def test_a_run_that_is_over_is_completed_and_continued(
-    finished, tmp_path, train, monkeypatch, capsys
-):
+def test_a_run_that_is_over_is_continued(finished, tmp_path, train, monkeypatch, capsys):
     """What was lost after the last checkpoint is made from it."""
     out = shutil.copytree(finished, tmp_path / "out")
     lost = ("model.safetensors", "config.json", "loss.png", "README.md")

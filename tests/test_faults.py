@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PIPES, QUICK, ROOT, SMALL_MODEL, begin, command, new_run, put, result, wait_for
-from forked import SCRIPT, Forked
+from conftest import PIPES, ROOT, SMALL_MODEL, begin, command, new_run, put, result, wait_for
 
 import train as module
 from nanocram import model_folder, runlog
@@ -83,14 +82,13 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
 def test_a_full_disk(run_of_3_steps, train):
-    """Files may not grow beyond 20 kB: what was there stands, each failure is one line, and the run
-    can go on later."""
+    """No file may pass 20 kB: what was there stands, the failure is one line, a resume works."""
     pytest.importorskip("resource", reason="there is none on Windows")
     out = run_of_3_steps
     before = {path: path.read_bytes() for path in (out / "ckpt.pt", out / "model.safetensors")}
     assert min(map(len, before.values())) > 20_000 > (out / "log.csv").stat().st_size
-    argv = command("train.py", **{name: getattr(train, name) for name in train.SETTINGS})[1:]
-    said = Forked(ROOT, FULL_DISK + QUICK + SCRIPT, *argv).end(1)
+    settings = {name: getattr(train, name) for name in train.SETTINGS}
+    said = begin("train.py", first=FULL_DISK, **settings).end(1)
     assert "Traceback" not in said and f"WARNING: cannot save to {out}: " in said
     assert before == {path: path.read_bytes() for path in before} and not list(out.glob("*tmp*"))
     train.main()
@@ -98,8 +96,7 @@ def test_a_full_disk(run_of_3_steps, train):
 
 
 def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data_dir):
-    """Whoever read the output is gone: the run goes on, a second one is refused, and SIGINT still
-    saves."""
+    """Whoever read the output is gone; a second run is refused, and SIGINT still saves."""
     out = tmp_path / "out"
     settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out, "max_steps": 100000}
     process = subprocess.Popen(command("train.py", **settings), **PIPES)
@@ -129,8 +126,7 @@ with safety.Signals():
 
 
 def test_signals():
-    """nohup keeps a closed terminal from ending a run. A batch system and torchrun may both send a
-    signal: a second one ends it, but not at once, since a user out of patience comes later."""
+    """nohup holds; of two signals, as torchrun sends, the second ends a run, but not at once."""
     command = ["nohup", sys.executable, "-c", WAITER]
     streams = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process = subprocess.Popen(command, cwd=ROOT, text=True, **streams)
@@ -192,9 +188,6 @@ def test_what_no_resume_could_use_replaces_no_checkpoint(train, capsys):
     assert not module.save(run, log)
     assert "decoder.bias" in capsys.readouterr().out
     assert (log.folder / "ckpt.pt").read_bytes() == before
-
-
-# Checkpoints that are damaged or made to harm
 
 
 class Bomb:

@@ -82,9 +82,7 @@ def test_an_epoch_takes_every_row_once_in_batches_of_like_length():
     ("task", "n_outputs", "pooling", "decay", "kind"),
     [("stsb", 1, "cls", 0.0, "cosine"), ("mnli", 3, "mean", 30.0, "linear")],
 )
-def test_training_equals_a_plain_loop_around_transformers(
-    model, settings, task, n_outputs, pooling, decay, kind
-):
+def test_training_is_transformers(model, settings, task, n_outputs, pooling, decay, kind):
     """Same batches, weights and settings: the library's loop has the same outputs at the end."""
     put(settings, ft, glue_dropout=0.0, glue_lr=1e-3, glue_pooling=pooling)
     put(settings, ft, glue_weight_decay=decay, glue_schedule=kind)
@@ -143,12 +141,7 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     assert first["rows"] == {"train": 40, "dev": 12} and first["train_loss"] > 0
     assert first["torch"] == torch.__version__
     page = (model / "glue.md").read_text()
-    for text in (
-        "RoBERTa-base",
-        "85.1",
-        "(2 of 9)",
-        "CoLA: 40 train rows; the official",
-    ):
+    for text in ("RoBERTa-base", "85.1", "(2 of 9)", "CoLA: 40 train rows; the official"):
         assert text in printed and text in page
     for key in ("matthews", "pearson"):
         values = [found[key] for found in finished.values() if key in found]
@@ -213,8 +206,7 @@ def encoder(kind, folder, data_dir):
 
 @pytest.mark.parametrize("kind", ["BertModel", "RobertaModel", "BertForSequenceClassification"])
 def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
-    """Token types only where the model has them. A head that was trained elsewhere is not kept: its
-    labels, as many, may be in another order."""
+    """Token types only where the model has them. A head that was trained elsewhere is dropped."""
     saved = encoder(kind, tmp_path, data_dir)
     candidate = ft.HuggingFace(str(tmp_path))
     assert candidate.two_types == kind.startswith("Bert")
@@ -255,9 +247,6 @@ def test_all_tasks_at_once(model, glue_files):
     assert " of 9)" not in printed
 
 
-# GLUE and a model of others from a stand-in of the Hub
-
-
 def put_mnli(folder, glue_dir):
     """The rows of official files as nyu-mll/glue has them: parquet, and a page that names them."""
     page = ["---", "configs:", "- config_name: mnli", "  data_files:"]
@@ -273,10 +262,8 @@ def put_mnli(folder, glue_dir):
 
 
 @pytest.mark.slow
-def test_glue_and_a_model_from_the_hub_are_those_of_folders(
-    tmp_path, data_dir, model, glue_files, monkeypatch
-):
-    """Equal weights and equal scores."""
+def test_glue_and_a_model_of_the_hub(tmp_path, data_dir, model, glue_files, monkeypatch):
+    """Weights and scores are those of folders."""
     rows, theirs = tmp_path / "hub/datasets/nyu-mll/glue", tmp_path / "hub/models/some/encoder"
     for folder in (rows, theirs):
         folder.mkdir(parents=True)

@@ -37,28 +37,24 @@ def save(n):
 
 
 class Fork:
-    """A copy of the repository, whose edits are counted."""
+    """A copy of the repository, to be edited."""
 
     def __init__(self, folder, data_dir):
         self.folder = folder
         self.settings = SMALL_MODEL | {"data_dir": str(data_dir), "samples": ""}
         self.settings |= {"log_every": 1, "max_steps": 4}
-        self.edited = 0  # lines
         folder.mkdir()
         for name in FILES:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, folder / name)
 
     def edit(self, file, old, new):
-        """Replace what stands once in a file; at most eight lines of a fork are new."""
+        """Replace what stands once in a file."""
         path = self.folder / file
         text = path.read_text(encoding="utf-8")
         if text.count(old) != 1:
             end = pytest.fail if "UPSTREAM" in os.environ else pytest.skip  # .ci/run sets it
             end(f"{file} has been changed: {old!r} stands there {text.count(old)} times")
-        before = old.splitlines()
-        self.edited += sum(line not in before for line in new.splitlines())
-        assert self.edited <= 8
         path.write_text(text.replace(old, new), encoding="utf-8")
 
     def insert(self, file, before, new):
@@ -267,21 +263,14 @@ TEACHER = """    import copy
     for mean, p in zip(run.teacher.parameters(), run.model.parameters(), strict=True):
         mean.data.lerp_(p.data, 0.1)
 """
-CLOSURE = "    usual = torch.zeros(())\n\n"
+ADD = "        model.seen.add_(1)\n"
+LOSS_FN, USUAL = "    def loss_fn(ids", "    usual = torch.zeros(())\n\n"
+CHANGED = ("model.py", LOSS, "        usual.lerp_(losses.detach().mean(), 0.1)\n")
 LOST = {  # state that no checkpoint has: [(file, before what, new lines)], what is said
     "a mean of the weights": ([("train.py", STEPPED, TEACHER)], r"a step changes run\.teacher,"),
     "a global": ([("train.py", STEPPED, GLOBAL)], "a step changes UNIT,"),
-    "a buffer": (
-        [("model.py", MADE, COUNT), ("model.py", LOSS, "        model.seen.add_(1)\n")],
-        "a pass changes the buffer seen,",
-    ),
-    "a variable of the loss": (
-        [
-            ("model.py", "    def loss_fn(ids", CLOSURE),
-            ("model.py", LOSS, "        usual.lerp_(losses.detach().mean(), 0.1)\n"),
-        ],
-        "a pass changes loss_fn's usual,",
-    ),
+    "a buffer": ([("model.py", MADE, COUNT), ("model.py", LOSS, ADD)], "changes the buffer seen,"),
+    "a variable of the loss": ([("model.py", LOSS_FN, USUAL), CHANGED], "changes loss_fn's usual,"),
     "Python's chance": ([("train.py", "    order = torch.rand(", RANDOM)], "give another loss"),
 }
 
@@ -308,8 +297,7 @@ SECOND = """        classes = classes.flatten(0, 1).float()
 
 
 def test_a_second_head(fork):
-    """In the model it is trained, saved and no ModernBERT. One that nothing reads, and would be
-    saved untrained, is named; one that is made beside the loss is refused."""
+    """Trained and saved in the model; named if nothing reads it; refused beside the loss."""
     fork.insert("model.py", MADE, "        self.second = nn.Linear(config.n_embd, 3)\n")
     fork.train(max_steps=1)
     assert "WARNING: nothing reads second.weight, " in fork.said
@@ -321,7 +309,6 @@ def test_a_second_head(fork):
     assert float(rows[0]["second"]) == pytest.approx(math.log(3), rel=0.5)
     assert "second.weight" in ckpt["model"] and fork.model_type() == "nanocram"
     fork.train("offloaded", offload=True, optimizer="adamw")
-    fork.edited = 0
     fork.insert("model.py", "    def loss_fn(ids", "    second_head = nn.Linear(600, 3)\n\n")
     old = "        classes = classes.flatten(0, 1).float()\n"
     fork.edit("model.py", old, "        classes = second_head(logits)\n")
@@ -329,36 +316,21 @@ def test_a_second_head(fork):
         fork.train()
 
 
-FIRST_VALUES = """        self.first["v"] = self.first.get("v", v)
-        v = v + self.first["v"]
-"""
-GIVEN = """        for layer in self.layers:
-            layer.attn.first = first
-"""
-EMBEDDED = "        x = self.embeddings(ids, token_type_ids)  # (B, T, C)\n"
 OUTSIDE = (
     "        return self.final_norm(x) * (1 + self.layers[1].mlp.Wo.weight.detach().abs().mean())\n"
 )
-KEPT = [  # the first layer's values for all
-    ("        self.residual_dtype = None", "        self.first = first = {}\n" + GIVEN),
-    (EMBEDDED, "        self.first.clear()\n"),
-    ("        if rope is not None:\n", FIRST_VALUES),
-]
 
 
-@pytest.mark.parametrize("edits", [KEPT, [("        return self.final_norm(x)\n", OUTSIDE)]])
-def test_what_offload_cannot_follow_is_one_line(fork, edits):
-    """What is kept from one block for another, and a block's weight that is read elsewhere."""
-    for edit in edits:
-        fork.insert("model.py", *edit)
+def test_what_offload_cannot_follow_is_one_line(fork):
+    """A block's weight that is read elsewhere."""
+    fork.insert("model.py", "        return self.final_norm(x)\n", OUTSIDE)
     fork.train(n_layer=4, optimizer="adamw")
     with pytest.raises(AssertionError, match=r"offload cannot follow an edit of model\.py \("):
         fork.train(n_layer=4, optimizer="adamw", offload=True)
 
 
 def test_an_auxiliary_loss_its_column_and_its_weight(fork):
-    """The z-loss: the mean of log² Z, about 41 at a uniform start. Its weight is a switch of
-    training alone: who goes on from weights may change it; the model is a ModernBERT."""
+    """The z-loss, log² Z. Its weight is of training alone: the model is a ModernBERT."""
     field = "    zero_init: bool\n"
     fork.edit("model.py", field, field + "    z_weight: float = 0.0\n")
     fork.insert("train.py", "zero_init = True ", "z_weight = 0.0\n")
@@ -410,8 +382,7 @@ def test_a_mean_of_the_weights_is_evaluated(fork):
 
 
 def test_another_optimiser(fork):
-    """For the blocks' matrices, or for all: one of torch's. A resume takes its states, the log its
-    rate."""
+    """For the blocks' matrices, or for all. A resume takes its states, the log its rate."""
     new = """    elif optimizer == "adagrad":
         others = [torch.optim.Adagrad(matrices, lr=muon_lr)]
 """
@@ -429,7 +400,7 @@ def test_another_optimiser(fork):
 
 
 def test_a_new_field_of_state(fork):
-    """Older checkpoints lack it, or call rows_seen row; the original goes on from a newer one."""
+    """Older checkpoints lack it, or call rows_seen row."""
     _, ckpt = fork.train(max_steps=2)
     ckpt["state"]["row"] = rows_seen = ckpt["state"].pop("rows_seen")
     torch.save(ckpt, fork.folder / "out/ckpt.pt")
@@ -442,10 +413,6 @@ def test_a_new_field_of_state(fork):
     losses = [float(row["loss"]) for row in rows if row["step"] in ("3", "4")]
     assert ckpt["state"]["best"] == pytest.approx(min(losses), rel=1e-5)
     assert ckpt["state"]["rows_seen"] == rows_seen + 2 * 16
-    fork.edit("train.py", field, "")
-    fork.edit("train.py", kept, "")
-    rows, _ = fork.train(init="resume", max_steps=6)
-    assert rows[-1]["step"] == "6"
 
 
 def test_new_columns_of_the_log(fork):

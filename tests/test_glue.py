@@ -64,23 +64,16 @@ def test_nothing_in_a_line_is_special_but_tabs(tmp_path, end):
     assert texts == rows and labels.tolist() == [0] * len(rows)
 
 
-@pytest.mark.parametrize(
-    ("task", "rows", "named"),
-    [
-        ("rte", "", "0 whole rows"),
-        ("rte", "0\ta\tb\tmaybe", "line 2"),
-        ("stsb", "0\ta\tb\tnan", "line 2.*nan"),
-    ],
-)
+BROKEN = [("rte", "0\ta\tb\tmaybe", "line 2"), ("stsb", "0\ta\tb\tnan", "line 2.*nan")]
+
+
+@pytest.mark.parametrize(("task", "rows", "named"), [("rte", "", "0 whole rows"), *BROKEN])
 def test_a_broken_file_is_one_line(tmp_path, task, rows, named):
     path = tmp_path / glue.TASKS[task].folder / "dev.tsv"
     path.parent.mkdir()
     path.write_text(f"index\tsentence1\tsentence2\t{glue.TASKS[task].label}\n{rows}")
     with pytest.raises(SystemExit, match=f"^.*{path.parent.name}.*{named}.*$"):
         glue.read(task, "dev", tmp_path)
-
-
-# The table and the store
 
 
 def runs(name="x", seed=0, **scores):

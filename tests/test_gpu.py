@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, assert_same_course, by_a_user, command, wait_for_step
+from conftest import ROOT, SMALL_MODEL, assert_same_course, command, typed, wait_for_step
 
 import bench
 import train
@@ -26,9 +26,8 @@ from nanocram import glue, machine, runlog
 from nanocram.settings import configure
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
-# Of products, as torch.set_float32_matmul_precision() calls them where they are in float32. What
-# training has there is "high", TF32 on a GPU: a card that truncates to it gives gradients that are
-# 1.1e-3 off in the default and 4.5e-3 in crammed BERT (emulated on a CPU), as a sound one should.
+# Training in float32 has products of "high" precision, TF32 on a GPU: by emulation on a CPU that
+# gives gradients that are 1.1e-3 off in the default and 4.5e-3 in crammed BERT.
 PRODUCTS = {  # and the error that is allowed beside full ones on a CPU
     "full": (torch.float32, "highest", 1e-4),
     "float32": (torch.float32, "high", 1e-2),
@@ -36,9 +35,6 @@ PRODUCTS = {  # and the error that is allowed beside full ones on a CPU
     "float16": (torch.float16, "high", 1e-2),
 }
 LOSS_SCALE = 2.0**12  # as in training: small gradients would be lost in float16
-
-
-# Processes that see the GPU
 
 
 @functools.cache
@@ -81,9 +77,6 @@ def set_up(**settings):
     vars(train).update(changes)
 
 
-# Losses and gradients beside those of float32 on the CPU
-
-
 MODELS = {  # a recipe, and the fewest layers in which it is itself
     "default": ("", {"n_layer": 2}),
     "crammed": ("crammed.py", {"n_layer": 2}),
@@ -94,9 +87,7 @@ SIZES = {} if DEVICE == "cuda" else {"vocab_size": 600, "n_head": 2, "n_embd": 3
 
 
 def numerics(name):
-    """{(a key of PRODUCTS, mode): (error of the loss, of the gradient by its norm), relative}.
-
-    Of the model of a recipe whose gradients are nowhere zero, eager and compiled."""
+    """{(products, mode): (error of the loss, of the gradient by its norm)} of a recipe's model."""
     machine.pick(DEVICE, "auto")  # what suits our work there: TF32, no cuDNN
     recipe, layers = MODELS[name]
     configure(vars(train), [str(ROOT / "config" / recipe)] if recipe else [])
@@ -130,17 +121,12 @@ MODES = ["eager", "compiled"] if DEVICE == "cuda" else ["eager"]  # a CPU compil
 @pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_and_gradients(model, products, mode):
-    """Errors within the precision of products, and not those of a better one. NaN is neither.
-
-    cuDNN's gradients of attention have been NaN on Hopper cards: machine.pick() does without it."""
+    """Not those of a better precision. cuDNN's attention has given NaN on Hopper cards."""
     loss_error, gradient_error = answer(numerics, model)[products, mode]
     dtype, _, allowed = PRODUCTS[products]
     print(f"errors: loss {loss_error:.1e}, gradient {gradient_error:.1e}; allowed {allowed:.0e}")
     assert loss_error < allowed and gradient_error < allowed
     assert gradient_error > 1e-5 or dtype == torch.float32  # a CPU has no TF32
-
-
-# Whole runs
 
 
 def graphs(data_dir, out_dir):
@@ -173,9 +159,7 @@ def test_nothing_is_compiled_after_the_start(data_dir, tmp_path):
 
 
 def halving(data_dir, out_dir):
-    """A compiled run that may use 1.2 times what 256 rows need in eager steps, and asks for 1,024.
-
-    The micro_batch it takes, its steps, the bytes that it has reserved and those that it may."""
+    """micro_batch, steps, bytes reserved and allowed of a run with room for 1.2 times 256 rows."""
     rows = {"micro_batch": 256, "batch_start": 256, "batch_size": 1024}
     rows |= {"mask_rate": 0.3, "mask_rate_end": 0.3}  # a shape, and not four, to compile anew
     set_up(data_dir=data_dir, out_dir=out_dir, **rows)
@@ -219,7 +203,7 @@ STEPS = 120 if DEVICE == "cuda" else 20  # that are to be stopped before: a GPU 
 def undisturbed(data_dir, tmp_path_factory):
     """The folder of a run of so many steps."""
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    by_a_user("train.py", **small_run(data_dir, out, max_steps=STEPS))
+    typed("train.py", **small_run(data_dir, out, max_steps=STEPS))
     return out
 
 
@@ -232,7 +216,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(undisturbed, data_dir, tmp_
     process.terminate()
     assert process.wait(60) == 0
     assert 5 <= runlog.read_log(out)[-1]["step"] < STEPS
-    by_a_user("train.py", **settings | {"init": "resume"})
+    typed("train.py", **settings | {"init": "resume"})
     # Muon makes full steps of a gradient's smallest directions, noise included. On an H100 a matrix
     # was 1.9 % off, with losses within 1e-5; a resume without Muon's momentum is 42 % off (CPU).
     assert_same_course(out, undisturbed, 1e-3, of_weights=0.1)
@@ -246,7 +230,7 @@ def test_fine_tuning(undisturbed, glue_files, tmp_path, monkeypatch):
     scores = []
     for where in (DEVICE, "cpu"):
         folder = shutil.copytree(undisturbed, tmp_path / f"model{len(scores)}")
-        by_a_user("finetune_glue.py", model=folder, device=where, **settings)
+        typed("finetune_glue.py", model=folder, device=where, **settings)
         (run,) = glue.read_runs(folder).values()
         scores.append(run["scores"])
     ours, reference = scores
@@ -262,6 +246,6 @@ def test_offload_is_the_plain_run(dtype, data_dir, tmp_path):
     for offload in (False, True):
         out = tmp_path / f"{offload}"
         changes = small_run(data_dir, out, offload=offload, **settings)
-        by_a_user("train.py", ROOT / "config/offload.py", **changes)
+        typed("train.py", ROOT / "config/offload.py", **changes)
     tolerance = {"float32": 1e-3, "bfloat16": 1e-2}[dtype]  # of one card beside itself
     assert_same_course(tmp_path / "True", tmp_path / "False", tolerance, 10 * tolerance)

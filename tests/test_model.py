@@ -72,9 +72,6 @@ def test_the_original_bert_equals_transformers_bert():
         assert torch.allclose(model(ids), theirs(ids).logits, atol=1e-4)
 
 
-# Attention
-
-
 def test_attention_by_products_is_torchs():
     torch.manual_seed(0)
     q, k, v = (torch.randn(3, 2, n, 8).double().requires_grad_() for n in (5, 17, 17))
@@ -135,8 +132,7 @@ def test_computing_only_what_is_read_changes_nothing_nor_does_padding(switches, 
 
 
 def test_narrow_layers_against_torchs_own_attention():
-    """The last two of three layers by torch.nn.MultiheadAttention: queries from the rows, keys and
-    values from the first layer's output (NarrowBERT, arXiv 2301.04761, "SparseQueries")."""
+    """The last two of three by nn.MultiheadAttention (arXiv 2301.04761, "SparseQueries")."""
     model = random_model(position_embedding="learned", n_narrow=2).model
     ids, mask = padded_batch(17)
     with torch.no_grad():
@@ -151,9 +147,6 @@ def test_narrow_layers_against_torchs_own_attention():
             x = x + attention(q, kv, kv, key_padding_mask=mask == 0)[0]
             x = x + layer.mlp(layer.mlp_norm(x))
         assert torch.allclose(model(ids, POSITIONS, mask), model.final_norm(x), atol=1e-5)
-
-
-# The loss, its precision and its graphs
 
 
 @pytest.mark.parametrize(
@@ -190,9 +183,6 @@ def test_the_loss_and_its_gradient_are_float64s(train, dtype, loss_error, gradie
         ]
         error = gradients[0] - gradients[1]
         assert error.norm() < gradient_error * gradients[1].norm()
-
-
-# Sizes and fresh weights
 
 
 @pytest.mark.parametrize("n_narrow", [0, 2])

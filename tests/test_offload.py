@@ -34,9 +34,7 @@ def assert_equal(tensors, others):
 
 
 def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, monkeypatch, capsys):
-    """Weights, optimisers, losses and guesses after a ramp, dropout and clipping, at sizes to pad;
-    whichever part of the run, before a resume or after it, is offloaded. A loss scale that is too
-    large at first makes a step overflow."""
+    """Before a resume, or after it; at sizes to pad. A loss scale is too large at first."""
     too_large = functools.partial(torch.amp.GradScaler, init_scale=2.0**21)
     monkeypatch.setattr(torch.amp, "GradScaler", too_large)
     setting(dtype="float16", head_transform=True, n_layer=3, batch_size=24, eval_rows=8)
@@ -84,10 +82,7 @@ def test_device_memory_holds_two_blocks(setting):
 
 
 def test_compiled_blocks_compute_the_same(setting, monkeypatch):
-    """To the bit, dropout included, without inductor: what is captured is what is written.
-
-    Blocks share a graph: there is one of the first, of the middle, and of the last. An evaluation
-    of other shapes adds none."""
+    """To the bit. The first, the middle ones and the last have a graph each; an evaluation none."""
     setting(offload=True, n_layer=4)
     compile_ = functools.partial(torch.compile, backend="eager")
     monkeypatch.setattr(torch, "compile", compile_)

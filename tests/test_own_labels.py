@@ -57,9 +57,7 @@ LEFT_OUT = (
         ('{"text": "a", "label": 1}\n{"text": "b", "label": "1"}\n', "", "2 to train on, .*: 1\n"),
     ],
 )
-def test_what_is_wrong_with_texts_and_labels_is_said(
-    tmp_path, monkeypatch, capsys, content, dev, said
-):
+def test_what_is_wrong_is_said(tmp_path, monkeypatch, capsys, content, dev, said):
     """There is no such model, so that all of them end in one line."""
     path = tmp_path / ("a.jsonl" if content[:1] == "{" else "a.csv")
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

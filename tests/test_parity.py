@@ -1,7 +1,6 @@
 """The paper's recipes, against the numbers of arXiv 2212.14034 and of its authors' code.
 
-Nothing on the expected side comes from train.py or model.py; docs/how_it_works.md has what is not
-the paper's.
+Nothing on the expected side comes from train.py or model.py.
 """
 
 import copy
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, model_config
+from conftest import ROOT, keep_settings, model_config
 
 import train
 from model import Classifier, MaskedLM
@@ -61,8 +60,7 @@ RECIPES = {
 @pytest.fixture(params=RECIPES)
 def paper(request, monkeypatch):
     """The numbers of a recipe, which train.py is set to."""
-    for name in train.SETTINGS:  # until the test is over
-        monkeypatch.setattr(train, name, getattr(train, name))
+    keep_settings(monkeypatch, train)
     configure(vars(train), [str(ROOT / f"config/{request.param}.py")])
     return RECIPES[request.param]
 

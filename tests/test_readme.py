@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_DATA, SMALL_MODEL, flags, write_model
+from conftest import ROOT, SMALL_DATA, SMALL_MODEL, flags, keep_settings, write_model
 from forked import SCRIPT, Forked
 
 import train
@@ -30,9 +30,7 @@ printf '%s\\0' "${0##*/}" "$@" > "$CALLS.$$"
 
 @functools.cache
 def commands():
-    """Every call of python, pip and torchrun in the documents, [(program, its arguments)].
-
-    bash itself runs the blocks, where no other program exists."""
+    """[(program, its arguments)] of all documents, by bash, where no other program exists."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("python", "pip", "torchrun"):
             path = Path(folder) / name
@@ -66,15 +64,11 @@ def test_files_flags_recipes_and_values_of_commands_exist(monkeypatch):
             assert not is_ours or (ROOT / arg).exists(), (program, args)
     for name, args in calls:
         with monkeypatch.context() as patch:
-            for module in modules.values():  # put back before the next
-                for setting in module.SETTINGS:
-                    patch.setattr(module, setting, getattr(module, setting))
+            keep_settings(patch, *modules.values())
             configure(vars(modules[name]), list(args), train if name == "bench.py" else None)
             if name == "train.py":
                 train.check_settings(torch.device("cpu"))
 
-
-# What can run here runs
 
 SMALL_RUN = SMALL_MODEL | {"data_dir": "data/ready", "seq_len": 128, "n_narrow": 0}
 SMALL_RUN |= {"evals": 1, "eval_rows": 8}
@@ -89,8 +83,7 @@ ELSEWHERE = {"--init=resume"}  # other tests have these
 
 @pytest.mark.slow
 def test_commands_run(tmp_path, data_dir, corpus, glue_files):
-    """Those of our scripts, one after the other, and the one-liners; in a folder that looks like
-    the repository to them, with small data and small models."""
+    """In a folder that looks like the repository, with small data and small models."""
     for name in ("config", "nanocram", "model.py", *SCRIPTS):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(data_dir, tmp_path / "data/ready")
@@ -112,9 +105,6 @@ def test_commands_run(tmp_path, data_dir, corpus, glue_files):
             for name in args[2:]:
                 (tmp_path / name).write_text("two\n\nparagraphs\n")
             assert Forked(tmp_path, args[1], "-c", *args[2:]).end().strip(), args[1]
-
-
-# Links, files and names
 
 
 def anchors(path):

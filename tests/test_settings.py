@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, keep_settings
 
 from nanocram import machine
 from nanocram.settings import assign, configure, read_ranks
@@ -79,8 +79,7 @@ def test_flags_set_the_globals_and_changes_are_printed(example, capsys):
 
 
 def test_recipes_are_python_and_later_arguments_win(example, tmp_path):
-    """A recipe finds what was set before it, and may begin with the one beside it; names with _ in
-    front and modules are its own."""
+    """A recipe may begin with another; names with _ in front and modules are its own."""
     first = write(tmp_path, "\ufeffimport math\n_n = 2\ncount = 5 * _n\nrate = 1\n")
     write(tmp_path, "name = name + 'y'\n", "beside.py")
     second = write(tmp_path, "include('beside.py')\ncount = 0.5 * count\n", "second.py")
@@ -91,8 +90,7 @@ def test_recipes_are_python_and_later_arguments_win(example, tmp_path):
 
 
 def test_what_another_script_has(example, other, tmp_path):
-    """A recipe may set it and use its value; bench.py takes train.py's flags too. A setting that
-    both have is the script's own; a name that no script has is refused."""
+    """A recipe may use it; bench.py takes train.py's flags. What both have is the script's own."""
     configure(example, [write(tmp_path, "parts = 2 * parts\ncount = parts\n")])
     assert example["count"] == 4 and "parts" not in example
     assert "did you mean parts?" in refused(example, write(tmp_path, "partz = 2\n"))
@@ -209,7 +207,6 @@ def test_our_recipes_work_for_every_script(recipe, monkeypatch):
     monkeypatch.setattr(machine, "free_host_bytes", lambda: math.inf)  # offload.py takes 44 GB ...
     monkeypatch.setattr(train.edits, "check_streaming", lambda *what: None)  # ... and seconds
     for module in map(importlib.import_module, SCRIPTS):
-        for name in module.SETTINGS:  # until the test is over
-            monkeypatch.setattr(module, name, getattr(module, name))
+        keep_settings(monkeypatch, module)
         configure(vars(module), [str(recipe)])
     train.check_settings(torch.device("cpu"))

@@ -29,9 +29,6 @@ def saved_state(train):
     return torch.load(Path(train.out_dir) / "ckpt.pt", weights_only=True)["state"]
 
 
-# Schedules
-
-
 def test_the_rate_rises_stays_and_falls(setting):
     """test_parity.py has the paper's schedules."""
     points = np.linspace(0, 1, 41)
@@ -54,8 +51,7 @@ def test_masking_falls_in_four_stages(setting):
 
 
 def test_rows_are_cut_into_shorter_ones(train, setting):
-    """Each begins with [CLS]; as many others as the shape says are hidden. The rows that are kept
-    for the next pass are as they were."""
+    """Each begins with [CLS]. The rows that are kept for the next pass are as they were."""
     shapes = {True: (32, 5), False: (128, 20)}
     setting(row_shape=lambda progress: shapes[progress < 0.5])
     run = new_run()
@@ -74,9 +70,6 @@ def test_rows_are_cut_into_shorter_ones(train, setting):
     assert not torch.equal(positions, module.masked_batch(run, 8, 8, shape)[1])
 
 
-# A step
-
-
 def test_muon_has_the_blocks_matrices_and_adamw_the_rest(train, setting):
     """test_parity.py has which of them decay."""
     setting(optimizer="muon", norm_bias=True, head_transform=True)
@@ -90,12 +83,8 @@ def test_muon_has_the_blocks_matrices_and_adamw_the_rest(train, setting):
     assert others == set(names.values()) - matrices
 
 
-@pytest.mark.parametrize(
-    ("grad_clip", "micro_batch", "rows"), [(0.0, 8, 8), (0.1, 32, 32), (0.1, 24, 8)]
-)
-def test_accumulation_gives_the_clipped_gradient_of_one_big_batch(
-    train, setting, grad_clip, micro_batch, rows
-):
+@pytest.mark.parametrize("grad_clip, micro_batch, rows", [(0.0, 8, 8), (0.1, 32, 32), (0.1, 24, 8)])
+def test_accumulation_is_one_big_batch(train, setting, grad_clip, micro_batch, rows):
     """A step of 64 rows in passes of so many against transformers' loss, a mean over all labels."""
     # With zero_init half of the gradients would be zero on both sides.
     setting(zero_init=False, batch_size=64, batch_start=64, grad_clip=grad_clip)
@@ -139,8 +128,7 @@ def test_a_step_asks_the_device_for_no_number_more(train, monkeypatch):
     ],
 )
 def test_steps_without_a_finite_gradient(train, setting, monkeypatch, dtype, bad, steps, saved):
-    """They change no weight, and nothing is saved after them, since the weights may be the reason;
-    but after three in float16, where they are routine. Too many end the run, which can go on."""
+    """They change nothing, and are not saved, but in float16. Too many end the run."""
     setting(max_steps=steps, samples="", dtype=dtype, checkpoint_minutes=1e-9)
     train_step = module.train_step
 
@@ -182,15 +170,12 @@ def test_compiled_equals_eager(train, setting):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
 
 
-# The clock
+STALLS = [("step", 0), ("step", 3), ("eval", 1), ("save", 0), ("save", 1)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "number"), [("step", 0), ("step", 3), ("eval", 1), ("save", 0), ("save", 1)]
-)
+@pytest.mark.parametrize(("kind", "number"), STALLS)
 def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys, kind, number):
-    """The budget is used, and the rate falls to 0 at its end; by a made-up clock on which one of
-    them takes 200 s more."""
+    """The budget is used to its end, by a made-up clock: one of them takes 200 s more."""
     usual, clock = {"step": 1.0, "eval": 6.0, "save": 2.0}, [0.0]
     count = dict.fromkeys(usual, 0)
     progress_at_evals = []
@@ -239,8 +224,7 @@ def test_a_budget_that_setting_up_uses_trains_nothing(train, setting):
 
 
 def test_a_result_that_is_none_is_called_so(train, setting, monkeypatch, capsys):
-    """Rates far too high learn not even how frequent tokens are: said after a tenth of the run, and
-    at the end. A log, which has no bar, gets lines of progress."""
+    """It learns not even how frequent tokens are. A log gets lines of progress."""
     put(monkeypatch, safety, LINE_SECONDS=-1)
     setting(max_steps=12, lr=30.0, muon_lr=30.0, batch_ramp=0.0, evals=4, samples="")
     module.main()
@@ -250,12 +234,8 @@ def test_a_result_that_is_none_is_called_so(train, setting, monkeypatch, capsys)
     assert re.search(r"^ 58%  step 7  loss .* tokens/s .* min left$", said, re.MULTILINE)
 
 
-# Saving and the log
-
-
 def test_the_log(train, setting, tmp_path):
-    """Means of the steps since its last line. A resume keeps what stands there, but for a line
-    that a kill cut and what came after the checkpoint; rates that are typed count from there on."""
+    """Means since its last line. A resume cuts off what came after the checkpoint."""
     setting(max_steps=6, log_every=1, evals=1, samples="", out_dir=str(tmp_path / "each"))
     train.main()
     each = runlog.read_log(train.out_dir)
@@ -302,8 +282,7 @@ def test_a_log_that_cannot_be_written_stops_no_checkpoint(train, setting, monkey
 
 
 def test_wandb_gets_every_row(train, setting, monkeypatch, capsys):
-    """A resume goes on with the same run of theirs. If its process dies, and matplotlib is broken,
-    training goes on, and says each once."""
+    """A resume has the same run of theirs. Training outlives its process, and matplotlib."""
     seen = []
     logger = SimpleNamespace(log=lambda row, step: seen.append((step, dict(row))), id="abc")
     fake = SimpleNamespace(init=lambda **facts: seen.append(facts) or logger)
@@ -326,9 +305,6 @@ def test_wandb_gets_every_row(train, setting, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert seen[-1]["id"] == "abc" and saved_state(train)["step"] == 10
     assert said.count("Broken pipe") == said.count("no loss.png") == 1
-
-
-# Setting up
 
 
 def test_what_is_in_a_folder_is_never_lost(train, setting, tmp_path, monkeypatch):
@@ -390,17 +366,8 @@ def test_a_compiler_that_fails_is_one_line(train, setting, monkeypatch):
     assert "\n" not in str(end.value)
 
 
-def test_a_compiler_that_the_environment_forbids_is_named(train, setting, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    monkeypatch.setattr(torch._dynamo.utils, "counters", {"stats": {"unique_graphs": 0}})
-    setting(compile=True, max_steps=1)
-    train.main()
-    assert "WARNING: torch compiles nothing: unset TORCHDYNAMO_DISABLE" in capsys.readouterr().out
-
-
 def test_micro_batch_halves_until_it_fits(train, setting, monkeypatch, capsys):
-    """By an error of torch's own allocator. A resume, which has more room, keeps what fitted, since
-    another size would draw other masks."""
+    """A resume, which has more room, keeps what fitted: another size draws other masks."""
     make_loss = module.make_loss
     room = SimpleNamespace(rows=5)
 

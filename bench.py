@@ -75,7 +75,8 @@ def step_of(run, micro_batches):
 
 def measure_speed(run):
     """Print the first step, tokens/s and MFU."""
-    dev, full_batch = run.device, train.batch_size
+    dev = run.device
+    full_batch = train.batch_size
     held_out_rows = run.rows.read(0, run.small_pass)
     setup_seconds, _ = machine.timed(dev, train.set_up, run, held_out_rows)
     if dev.type == "cuda":  # the search holds memory that a step does not

@@ -55,8 +55,15 @@ from nanocram.data import Ragged, batches_by_length
 from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer
 
 # The paper's values, and those of BERT for --baseline=hf:…; a table names what a run did otherwise.
-PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_schedule": "cosine", "glue_beta2": 0.98}
-PAPER |= {"glue_eps": 1e-6, "glue_weight_decay": 0.0, "glue_seq_len": 128}
+PAPER = {
+    "epochs": 5,
+    "glue_warmup": 0.1,
+    "glue_schedule": "cosine",
+    "glue_beta2": 0.98,
+    "glue_eps": 1e-6,
+    "glue_weight_decay": 0.0,
+    "glue_seq_len": 128,
+}
 PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "glue_pooling": "cls"}
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 

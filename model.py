@@ -154,16 +154,20 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         C, bias = config.n_embd, config.linear_bias
-        self.n_head, self.dropout = config.n_head, config.dropout
-        matrices = (nn.Linear(C, C, bias=bias) for _ in range(4))
-        self.Wq, self.Wk, self.Wv, self.Wo = matrices
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.Wq = nn.Linear(C, C, bias=bias)
+        self.Wk = nn.Linear(C, C, bias=bias)
+        self.Wv = nn.Linear(C, C, bias=bias)
+        self.Wo = nn.Linear(C, C, bias=bias)
 
     def forward(self, queries, x, rope, attention_mask, positions):
         """queries (B, K, C), the tokens at positions (B, K), attend to all of x (B, T, C); with
         positions=None they are all T. rope: cos and sin (T, 1, D), or None."""
         heads = (self.n_head, -1)
         q = self.Wq(queries).unflatten(-1, heads)  # (B, K, H, D)
-        k, v = self.Wk(x).unflatten(-1, heads), self.Wv(x).unflatten(-1, heads)  # (B, T, H, D)
+        k = self.Wk(x).unflatten(-1, heads)  # (B, T, H, D)
+        v = self.Wv(x).unflatten(-1, heads)
         if rope is not None:
             cos, sin = rope
             k = rotate(k, cos, sin)
@@ -346,8 +350,7 @@ def matrix_weights(modules):
 def mixed_precision(device, dtype):
     """Autocast of the matrix products to dtype on a torch.device; off for float32."""
     # no cache: a weight is cast only once a pass, and a cache would keep all the copies
-    how = {"enabled": dtype != torch.float32, "cache_enabled": False}
-    return torch.autocast(device.type, dtype, **how)
+    return torch.autocast(device.type, dtype, dtype != torch.float32, cache_enabled=False)
 
 
 def make_loss(model, device, amp_dtype):

@@ -622,7 +622,8 @@ def exit_idle(clock, is_finished):
         more = f"--max_steps={step + 1}"
     said = f"the budget ends at step {step:,}: to go on, type {more} or more"
     if init == "auto" and is_finished:  # which is no error
-        is_ours = runlog.read_facts(out_dir)["code"].startswith(machine.code_hash())
+        code = machine.code_hash()
+        is_ours = runlog.read_facts(out_dir).get("code", code).startswith(code)
         print(said if is_ours else f"{said}; it was trained by other code")
         sys.exit()
     sys.exit(said if parallel.RANK == 0 else 1)

@@ -47,7 +47,7 @@ def try_passes(run, take_passes, rows):
     for name, p in run.model.named_parameters():
         if seconds and p.requires_grad and (p.grad is None or p not in taken):
             why = "nothing reads" if p.grad is None else "no optimiser holds"
-            print(f"WARNING: {why} {name}, so it is not trained")
+            safety.say_once(f"WARNING: {why} {name}, so it is not trained")
     # free the memory; inside of `except` the traceback would keep it
     del held
     run.model.zero_grad()

@@ -55,13 +55,15 @@ def all_reduce(tensors):
     if WORLD_SIZE == 1:
         return
     # One flat buffer: a card's links are only fast for large tensors, and there are 131 gradients.
-    flat = torch.nn.utils.parameters_to_vector(tensors)
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     try:
         dist.all_reduce(flat)
     except RuntimeError as e:
         reason = " ".join(str(e).split())[:300]
         sys.exit(f"rank {RANK} lost others, see what they said ({reason}): --init=resume goes on")
-    torch.nn.utils.vector_to_parameters(flat, tensors)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def agree(progress, *flags):

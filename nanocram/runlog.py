@@ -72,7 +72,8 @@ class Log:
     """What a train.Run tells while it trains; rank 0 has one."""
 
     def __init__(self, run, folder, data_dir, settings):
-        self.run, self.folder = run, Path(folder)
+        self.run = run
+        self.folder = Path(folder)
         self.lines = []  # of log.csv
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
@@ -328,7 +329,9 @@ def write_card(folder, glue_table=()):
         return
     line = evaluations[-1]
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    trained = config["trained_on"]
+    # an older folder does not say what it was trained on
+    trained = {"sources": [facts["corpus"]["source"]], "seq_len": facts["settings"]["seq_len"]}
+    trained |= {"tokens": line["tokens"]} | config.get("trained_on", {})
     front = "library_name: nanocram"
     use = f'It is none of transformers\' architectures: `model_folder.load("{name}")` reads it.'
     if config["model_type"] == "modernbert":

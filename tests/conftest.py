@@ -28,7 +28,7 @@ if "GPUS_BEFORE_TESTS" not in os.environ:
     os.environ["GPUS_BEFORE_TESTS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Busy threads of one process beside those of another are 30 times as slow; none survives a fork.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import torch
 from filelock import FileLock

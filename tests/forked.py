@@ -19,7 +19,8 @@ class Forked(CONTEXT.Process):
         super().__init__()
         self.folder, self.code, self.argv = str(folder), code, [*map(str, argv)] or ["-c"]
         self.environment = dict(os.environ)
-        self.path = tempfile.mkstemp()[1]  # of what it says
+        file, self.path = tempfile.mkstemp()  # for what it says
+        os.close(file)
         self.start()
 
     def run(self):
@@ -44,5 +45,6 @@ class Forked(CONTEXT.Process):
         """Wait until it has ended so; what it said, to stderr too."""
         self.join(300)
         said = Path(self.path).read_text("utf-8")
+        os.remove(self.path)
         assert self.exitcode == status, f"{self.argv}\n{said}"
         return said

@@ -225,7 +225,7 @@ def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, 
     there = shutil.copytree(finished, tmp_path / "disk/out")
     out = tmp_path / "out"
     out.symlink_to(there)
-    seconds = 9
+    seconds = 12
     settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out, "dtype": "auto"}
     settings |= {"budget_hours": seconds / 3600, "log_every": 1}
     run = begin("train.py", **settings)

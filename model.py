@@ -226,6 +226,7 @@ class Block(nn.Module):
         """
         # what mixes tokens belongs here, where x has all of them
         normed = x if self.post_norm else self.attn_norm(x)
+        # the later narrow layers, whose x is gathered already, take the other branch
         if full is None:
             queries, keys = gather_positions(normed, positions), normed
             x = gather_positions(x, positions)

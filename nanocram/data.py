@@ -65,7 +65,8 @@ class Rows:
         """Read n rows from start on, and start to copy them to the device, for fetch()."""
         rows = self.read(start, n)
         on_gpu = self.dev.type == "cuda"
-        rows = rows.pin_memory() if on_gpu else rows
+        if on_gpu:
+            rows = rows.pin_memory()
         self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
 
     def fetch(self, start, n):

@@ -57,8 +57,9 @@ def check_mixing(config, T):
                 sys.exit(f"an edit of model.py {said.format(place)}")
 
     said = "changes {} where only some tokens are computed: what mixes tokens belongs at the top "
-    said += "of Block.forward(), where x has all of them (in a narrow layer it has not: type "
-    said += "--n_narrow=0); a mask (T, T) needs its rows at positions"
+    said += "of Block.forward(), where x has all of them"
+    said += " (a narrow layer never has: type --n_narrow=0)" * (config.n_narrow > 1)
+    said += "; a mask (T, T) needs its rows at positions"
     compare(outputs(model, ids, positions), outputs(model, ids), said)
     n = T - 4  # tokens of the second row, before its padding
     mask = torch.arange(T) < torch.tensor([[T], [n]])

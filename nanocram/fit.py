@@ -43,11 +43,12 @@ def try_passes(run, take_passes, rows):
     except Exception as e:
         if not safety.is_oom(e):
             raise
+    is_first_size = seconds and run.micro_batch == run.small_pass
     taken = {p for o in run.optimizers for group in o.param_groups for p in group["params"]}
     for name, p in run.model.named_parameters():
-        if seconds and p.requires_grad and (p.grad is None or p not in taken):
+        if is_first_size and p.requires_grad and (p.grad is None or p not in taken):
             why = "nothing reads" if p.grad is None else "no optimiser holds"
-            safety.say_once(f"WARNING: {why} {name}, so it is not trained")
+            print(f"WARNING: {why} {name}, so it is not trained")
     # free the memory; inside of `except` the traceback would keep it
     del held
     run.model.zero_grad()

@@ -177,7 +177,7 @@ def from_folder_keys(state, config, ours):
             parts = state.pop(key.replace(names[-1], joined)).chunk(len(names))
             for name, part in zip(names, parts, strict=True):
                 state[key.replace(names[-1], name)] = part
-    if "head.norm.weight" in state and not config.head_transform:
+    if "head.norm.weight" in state.keys() - ours.keys():
         for key, tensor in identity_head(config).items():
             if not torch.equal(state.pop(key), tensor):
                 raise ValueError(f"{key} was trained elsewhere: only --baseline=hf:FOLDER takes it")

@@ -6,9 +6,9 @@ python -c "from nanocram import runlog; runlog.plot('out/tiny')"     # draw loss
 import contextlib
 import csv
 import gc
+import io
 import itertools
 import json
-import math
 import sys
 import time
 from pathlib import Path
@@ -50,14 +50,18 @@ def new_folder(folder):
 
 
 def read_log(folder):
-    """The lines of log.csv as [{column: number}], without empty fields."""
+    """The lines of log.csv as [{column: number}], without empty fields and broken lines."""
     path = Path(folder) / "log.csv"
     text = path.read_text("utf-8") if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]  # an older version may have been killed in a line
-    return [
-        {k: int(v) if v.isdecimal() else float(v) for k, v in cells.items() if v}
-        for cells in csv.DictReader(whole.splitlines())
-    ]
+    lines = []
+    for cells in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        line = {}
+        for name, cell in cells.items():
+            with contextlib.suppress(ValueError, TypeError):
+                line[name] = int(cell) if str(cell).isdecimal() else float(cell)
+        if "step" in line and "elapsed_s" in line:
+            lines.append(line)
+    return lines
 
 
 @contextlib.contextmanager
@@ -79,6 +83,7 @@ class Log:
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = 0.0  # of this process
         self.bar = None  # from the first step on
+        self.is_tenth_over = False  # of the run
         self.matmul_rate = machine.matmul_rate(run.device, run.amp_dtype) * parallel.WORLD_SIZE
         samples = settings["samples"]
         if samples == "auto":
@@ -115,11 +120,11 @@ class Log:
         self.wandb = None
         if settings["wandb_project"]:
             goal = {"project": settings["wandb_project"], "name": self.folder.name}
-            same = {"id": before.get("wandb_id"), "resume": "allow"}
+            goal |= {"id": before.get("wandb_id"), "resume": "allow"}
             try:
                 import wandb
 
-                self.wandb = wandb.init(**goal, **same, config=settings)
+                self.wandb = wandb.init(**goal, config=settings)
             except Exception as e:  # no package, no key, no network: each raises something else
                 advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
                 sys.exit(f"wandb: {first_line(e)}: type {advice}")
@@ -131,6 +136,9 @@ class Log:
         speed = f"matrices of {run.amp_dtype} at {self.matmul_rate / 1e12:.2f} TFLOP/s"
         who = f"{self.facts['device']} multiplies {speed}"
         say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {who}")
+        if run.clock.is_timed():
+            most = settings["budget_hours"] * 3600 * self.matmul_rate / run.flops_per_token
+            self.warn_if_few("the budget holds at most", most)
         if why := not_native(run.model):
             say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
 
@@ -164,26 +172,28 @@ class Log:
             advice = "a smaller model learns more, see config/small.py"
             say(f"WARNING: {said} {share:.2g} tokens per parameter: {advice}")
 
-    def say_losses(self, losses, said, sentences, is_telling):
-        """Print held-out losses behind what is said; that they are no better than without a model,
-        if they are telling; sentences, each with the three likeliest words for its [MASK]."""
-        at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
-        per_char = f"{losses['val_nats_per_char']:.4f} nats per character"
-        say(f"{said}held-out loss {at_15:.4f} at 15 % masked, {at_25:.4f} at 25 %; {per_char}")
-        usual = self.facts["frequency_loss"]
-        if is_telling and not at_15 < usual:
-            advice = "train longer, or lower the learning rates"
-            say(f"WARNING: no better than guessing by token frequency ({usual:.3f}): {advice}")
-        for sentence in sentences:
-            top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
-            say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
+    def warn_if_none_learnt(self, losses):
+        """Warn where held-out losses are no better than without a model."""
+        if not losses["val_loss_15"] < self.facts["frequency_loss"]:
+            usual = f"guessing by token frequency ({self.facts['frequency_loss']:.3f})"
+            say(f"WARNING: no better than {usual}: train longer, or lower the learning rates")
 
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
-        where = f"{self.run.clock.elapsed() / 60:7.1f} min  step {self.run.state.step:6,}  "
-        one = self.sentences[number % max(1, len(self.sentences)) :][:1]
-        is_telling = number == max(1, (self.facts["settings"]["evals"] + 9) // 10)  # at a tenth
-        self.say_losses(losses, where, one, is_telling)
+        where = f"{self.run.clock.elapsed() / 60:7.1f} min  step {self.run.state.step:6,}"
+        at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
+        say(f"{where}  held-out loss {at_15:.3f} (15 %) {at_25:.3f} (25 %)")
+        if not self.is_tenth_over and self.run.clock.progress() >= 0.1:
+            self.is_tenth_over = True
+            self.warn_if_none_learnt(losses)
+        if self.sentences:
+            self.say_guesses([self.sentences[number % len(self.sentences)]])
+
+    def say_guesses(self, sentences):
+        """Print sentences, and the three likeliest words for the [MASK] of each."""
+        for sentence in sentences:
+            top = fill_masks(self.run.model, self.run.tokenizer, sentence, self.run.device)
+            say(f"  {sentence}  " + ", ".join(f"{word} {p:.0%}" for word, p in top))
 
     def add_line(self, losses):
         """Add a line to log.csv: means of what was measured since the last one, what else the last
@@ -205,8 +215,10 @@ class Log:
         state.sums = {}
         self.lines.append(line)
         if self.wandb:
+            wandb, self.wandb = self.wandb, None  # which stays so if this fails
             with extra("more of this run at wandb"):
-                self.wandb.log(line, step=state.step)
+                wandb.log(line, step=state.step)
+                self.wandb = wandb
         # rewriting takes longer as the log grows: wait for 1 s per 200 lines
         waited = time.monotonic() - self.written_at
         if losses or state.consecutive_skips or waited > max(2, len(self.lines) / 200):
@@ -215,13 +227,15 @@ class Log:
     def write(self):
         """Write log.csv, numbers with 6 digits; return whether that worked, or else say why."""
         self.written_at = time.monotonic()
-        columns = dict.fromkeys(itertools.chain(COLUMNS, *self.lines))
-        rows = [columns]
+        columns = list(dict.fromkeys(itertools.chain(COLUMNS, *self.lines)))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
         for line in self.lines:
             cells = {k: f"{v:d}" if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()}
-            rows.append([cells.get(name, "") for name in columns])
+            writer.writerow(cells)
         try:
-            write_text(self.folder / "log.csv", "".join(",".join(row) + "\n" for row in rows))
+            write_text(self.folder / "log.csv", text.getvalue())
         except OSError as e:
             say(f"WARNING: cannot write log.csv, its lines are kept: {e}")
             return False
@@ -235,7 +249,7 @@ class Log:
 
     def after_step(self, progress):
         """Move the bar; after ten seconds of training, say once what the budget holds."""
-        state, seq_len = self.run.state, self.run.rows.seq_len
+        state = self.run.state
         before = self.train_seconds
         self.train_seconds += state.recent["step"][-1]
         if self.bar is None:
@@ -247,8 +261,8 @@ class Log:
         self.bar.set_postfix_str(f"{said}MFU {mfu:.0%}  {left / 60:.0f} min left", refresh=False)
         self.bar.update(progress - self.bar.n)
         if before <= 10 < self.train_seconds and self.run.clock.is_timed():
-            tokens = state.rows_seen * seq_len + speed * left
-            epochs = tokens / seq_len / len(self.run.rows)
+            tokens = state.rows_seen * self.run.rows.seq_len + speed * left
+            epochs = tokens / self.run.rows.seq_len / len(self.run.rows)
             share = f"{tokens / self.facts['parameters']:.1f} tokens per parameter"
             held = f"{tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs, {share}"
             say(f"{speed:,.0f} tokens/s: the budget holds {held}")
@@ -275,7 +289,11 @@ class Log:
         read = f"{tokens:,} tokens, {words}{epochs:.2f} epochs"
         say(f"{steps}; {read}; {speed:,.0f} tokens/s, MFU {mfu:.0%}; {took}")
         self.warn_if_few("the model has read", tokens)
-        self.say_losses(losses, "", self.sentences, is_telling=True)
+        at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
+        per_char = f"{losses['val_nats_per_char']:.4f} nats per character"
+        say(f"held-out loss {at_15:.4f} at 15 % masked, {at_25:.4f} at 25 %; {per_char}")
+        self.warn_if_none_learnt(losses)
+        self.say_guesses(self.sentences)
         if is_saved:
             self.write_facts(finished_at_step=state.step)
             say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
@@ -286,14 +304,16 @@ def plot(folder):
     """Draw loss.png from log.csv: losses by the clock. Without matplotlib there is none."""
     from matplotlib.figure import Figure
 
-    lines = read_log(folder)
+    if not (lines := read_log(folder)):
+        return
     unit, seconds = ("hours", 3600) if lines[-1]["elapsed_s"] > 7200 else ("minutes", 60)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
 
     def draw(column, **style):
-        points = [(line["elapsed_s"] / seconds, line[column]) for line in lines if column in line]
-        axes.plot(*zip(*points, strict=True), **style)
+        there = [line for line in lines if column in line]
+        minutes_or_hours = [line["elapsed_s"] / seconds for line in there]
+        axes.plot(minutes_or_hours, [line[column] for line in there], **style)
 
     draw("loss", color="0.75", lw=1, label="training, at the run's masking rate")
     draw("val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")
@@ -328,8 +348,8 @@ def write_card(folder, glue_table=()):
     is_ours = not path.exists() or path.read_text("utf-8").startswith(CARD_BEGIN)
     if not (evaluations and facts and is_ours):
         return
-    line = evaluations[-1]
     config = json.loads((folder / "config.json").read_text("utf-8"))
+    line = evaluations[-1]
     # an older folder does not say what it was trained on
     trained = {"sources": [facts["corpus"]["source"]], "seq_len": facts["settings"]["seq_len"]}
     trained |= {"tokens": line["tokens"]} | config.get("trained_on", {})
@@ -341,6 +361,8 @@ def write_card(folder, glue_table=()):
     if glue_table:
         use = "\n".join([use, "", "## GLUE, dev sets", "", *glue_table])
     sources = " and ".join(f"`{source}`" for source in dict.fromkeys(trained["sources"]))
+    hours, longest = line["elapsed_s"] / 3600, config["nanocram"]["max_seq_len"]
+    guessing = f"; guessing by token frequency costs {facts.get('frequency_loss', 0):.3f}"
     text = f"""{CARD_BEGIN}{front}
 license: other  # yours to choose
 tags: [masked-lm, cramming]
@@ -350,12 +372,11 @@ tags: [masked-lm, cramming]
 
 A masked language model of {facts["parameters"]:,} parameters, pre-trained by nanocram after
 [Cramming](https://arxiv.org/abs/2212.14034), on {facts["processes"]} × {facts["device"]} and
-{trained["tokens"]:,} tokens of {sources}. After {line["elapsed_s"] / 3600:.2f} hours and
-{line["step"]:,} steps of its last run its loss on held-out text was
-{line["val_loss_15"]:.3f} nats per token with 15 % masked, and {line["val_loss_25"]:.3f} with 25 %;
-guessing by token frequency costs {facts.get("frequency_loss", math.nan):.3f}. It takes up to
-{config["nanocram"]["max_seq_len"]} tokens, and was trained on rows of {trained["seq_len"]}.
-`run.json` has all settings, `log.csv` every logged step.
+{trained["tokens"]:,} tokens of {sources}. After {hours:.2f} hours and {line["step"]:,} steps of its
+last run its loss on held-out text was {line["val_loss_15"]:.3f} nats per token with 15 % masked,
+and {line["val_loss_25"]:.3f} with 25 %{guessing * ("frequency_loss" in facts)}.
+It takes up to {longest} tokens, and was trained on rows of {trained["seq_len"]}. `run.json` has all
+settings, `log.csv` every logged step.
 
 {use}
 """

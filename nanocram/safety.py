@@ -24,7 +24,8 @@ def write_beside(path, write):
             os.fsync(f.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # it must not keep the disk full
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # it must not keep the disk full
 
 
 def write_text(path, text):

@@ -198,3 +198,13 @@ class Tokenizer:
         without a space in front go on with what is before them, be it a bracket or a quote."""
         begins = [self.decode([i])[0] for i in range(self.vocab_size)]
         return [unicodedata.category(char)[0] not in "LMN" and char != "\ufffd" for char in begins]
+
+
+def truncated(lengths, limit):
+    """How much of one or two texts of these lengths fits into limit tokens: the longer gives."""
+    if len(lengths) == 1:
+        return [min(lengths[0], limit)]
+    first, second = lengths
+    short = min(first, second, limit // 2)
+    long = min(max(first, second), limit - short)
+    return [short, long] if first <= second else [long, short]

@@ -368,6 +368,15 @@ COPY_IN = """        kept = {name: p.detach().clone() for name, p in run.model.n
 """
 
 
+def test_a_batch_that_depends_on_what_was_measured(fork):
+    """Of any number of rows: whole passes are trained, and all of them are counted."""
+    new = "    if state.last:\n        n_rows = 8 * state.step + 9 + 0 * state.last['grad_norm']\n"
+    fork.insert("train.py", "    # set the learning rates\n", new)
+    rows, ckpt = fork.train(batch_start=16)
+    assert [row["batch_size"] for row in rows] == ["", "16", "24", "32", "40"]
+    assert int(rows[-1]["tokens"]) == 128 * ckpt["state"]["rows_seen"] == 128 * (16 + 24 + 32 + 40)
+
+
 def test_a_mean_of_the_weights_is_evaluated(fork):
     """The folder has the means, the checkpoint what trains, and the means for a resume."""
     fork.insert("train.py", SUMMED, MEANS)

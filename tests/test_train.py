@@ -123,6 +123,7 @@ def test_a_step_asks_the_device_for_no_number_more(train, monkeypatch):
     [
         ("float32", range(3, 6), 9, 9),
         ("float32", range(5, 200), 200, 5),
+        ("float32", range(5, 6), 6, 5),
         ("float16", range(3, 6), 6, 6),
         ("float16", range(2, 6), 6, 2),
     ],
@@ -168,6 +169,22 @@ def test_compiled_equals_eager(train, setting):
         gradients.append([value.detach(), *(p.grad.clone() for p in run.model.parameters())])
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "offload"), [("adamw", False), ("adamw", True), ("muon", False)]
+)
+def test_frozen_weights_stay(train, setting, optimizer, offload):
+    """Weight decay included; the others learn as they should."""
+    setting(offload=offload, optimizer=optimizer, weight_decay=0.1, zero_init=False)
+    run = new_run()
+    before = {name: p.clone() for name, p in run.model.named_parameters()}
+    for part in (run.model.model.embeddings, run.model.model.layers[0]):
+        part.requires_grad_(False)
+    for _ in range(2):
+        module.train_step(run, 0.5)
+    for name, p in run.model.named_parameters():
+        assert torch.equal(p, before[name]) != p.requires_grad, name
 
 
 STALLS = [("step", 0), ("step", 3), ("eval", 1), ("save", 0), ("save", 1)]
@@ -364,6 +381,14 @@ def test_a_compiler_that_fails_is_one_line(train, setting, monkeypatch):
     with pytest.raises(SystemExit, match=r"torch\.compile fails here .*--compile=False") as end:
         train.main()
     assert "\n" not in str(end.value)
+
+
+def test_a_compiler_that_the_environment_forbids_is_named(train, setting, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setattr(torch._dynamo.utils, "counters", {"stats": {"unique_graphs": 0}})
+    setting(compile=True, max_steps=1)
+    train.main()
+    assert "WARNING: torch compiles nothing: unset TORCHDYNAMO_DISABLE" in capsys.readouterr().out
 
 
 def test_micro_batch_halves_until_it_fits(train, setting, monkeypatch, capsys):

@@ -262,6 +262,9 @@ def new_processes(n):
         finally:
             for child in multiprocessing.active_children():
                 child.kill()
+                child.join()
+            # or what sends them text would wait for ever (Python's issue 94777)
+            pool._call_queue._reader.close()
 
 
 def process_batch(number, texts, state, folder, rule):

@@ -224,9 +224,9 @@ class Block(nn.Module):
 
         In later narrow layers x has the tokens at positions alone; they attend to full (B, T, C).
         """
-        # what mixes tokens belongs here, where x has all of them
+        # put a layer that mixes tokens here: x still has all of them, in order
         normed = x if self.post_norm else self.attn_norm(x)
-        # the later narrow layers, whose x is gathered already, take the other branch
+        # later narrow layers get x at positions already, and take the second branch
         if full is None:
             queries, keys = gather_positions(normed, positions), normed
             x = gather_positions(x, positions)

@@ -142,7 +142,7 @@ def read_batches(files, place, least=None):
 
 def copy_key(text):
     """The bytes that copies share which differ in case, white space and Unicode's form alone."""
-    # of ASCII it is the same, in a sixth of the time
+    # lower() does the same to ASCII, in a sixth of the time
     folded = text.lower() if text.isascii() else unicodedata.normalize("NFKC", text).casefold()
     return "".join(folded.split()).encode("utf-8", "replace")
 
@@ -263,7 +263,7 @@ def new_processes(n):
             for child in multiprocessing.active_children():
                 child.kill()
                 child.join()
-            # or what sends them text would wait for ever (Python's issue 94777)
+            # else the thread that sends them text may wait for ever (Python's issue 94777)
             pool._call_queue._reader.close()
 
 

@@ -139,7 +139,7 @@ def batch_rows(progress):
     never below batch_start (paper 4.3)."""
     if progress >= batch_ramp:
         return batch_size
-    # of the setting, not of run.micro_batch: any card takes the same rows in each step
+    # the setting, not run.micro_batch, so that any card takes the same rows in each step
     unit = micro_batch or UNIT
     units = int(batch_size * progress / (batch_ramp * unit)) + 1
     return min(batch_size, max(batch_start, units * unit))

@@ -204,7 +204,7 @@ def table_rows(file, path, types):
     sign = re.escape(delimiter)
     escaped = re.compile(rf'\\"[^"{sign}\r\n]')
     late_quote = re.compile(rf'(^|{sign}) +"[^"{sign}\r\n]')
-    # a line break in a quoted cell, whose begin or end is here; quotes within are doubled
+    # the begin or the end of a quoted cell with a line break; quotes within are doubled
     torn = re.compile(r'[^"\t]*(""[^"\t]*)*"(\t|$)|(.*\t)?"[^"\t]*(""[^"\t]*)*$')
     if_quoted = f"if its cells are quoted, {AS_CSV.format(LINES, json.dumps(delimiter))}"
     escapes = rf'{json.dumps(delimiter)}, escapechar="\\", doublequote=False'

@@ -256,15 +256,17 @@ def new_processes(n):
             pool.map(abs, range(n))
             signal.signal(signal.SIGINT, handler)
             yield pool
-        except BrokenExecutor:
-            advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
-            sys.exit(f"a process was killed, probably out of memory: {advice}")
+        except BaseException as e:
+            # else the thread that sends them text may wait for ever (Python's issue 94777)
+            with contextlib.suppress(OSError):
+                pool._call_queue._reader.close()
+            if isinstance(e, BrokenExecutor):
+                advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
+                sys.exit(f"a process was killed, probably out of memory: {advice}")
+            raise
         finally:
             for child in multiprocessing.active_children():
                 child.kill()
-                child.join()
-            # else the thread that sends them text may wait for ever (Python's issue 94777)
-            pool._call_queue._reader.close()
 
 
 def process_batch(number, texts, state, folder, rule):

@@ -258,7 +258,7 @@ def new_processes(n):
             yield pool
         except BaseException as e:
             # else the thread that sends them text may wait for ever (Python's issue 94777)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(AttributeError, OSError):  # it is not ours
                 pool._call_queue._reader.close()
             if isinstance(e, BrokenExecutor):
                 advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
@@ -531,7 +531,8 @@ def main():
                 plan |= pool.submit(make_vocabulary, files, folder).result()
             safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
         print(f"held out    {100 * plan['val_share']:g} % of the documents")
-        rule = {"val_share": plan["val_share"], "by_key": plan.get("by_key", False)}  # older: none
+        # an older plan decides by the text alone
+        rule = {"val_share": plan["val_share"], "by_key": plan.get("by_key", False)}
         states = process_batches(every, folder, rule)
         print("merging")
         report(finish(states, folder, wanted, rule), time.perf_counter() - begin)

@@ -416,7 +416,8 @@ def main():
     is_finished = runlog.read_facts(out_dir).get("finished_at_step") == state.step > 0
     # a run that was stopped behind its last step gets its last evaluation and save
     clock = Clock(state, len(train_rows))
-    is_at_end = state.step == max_steps > 0 or state.rows_seen <= max_epochs * len(train_rows) > 0
+    most_rows = max_epochs * len(train_rows)
+    is_at_end = state.step == max_steps > 0 or 0 < state.rows_seen <= most_rows
     only_ends = resumes and is_at_end and clock.progress() >= 1 and not is_finished
     if not only_ends and clock.progress() >= 1:
         exit_idle(clock, is_finished)

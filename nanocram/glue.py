@@ -214,17 +214,19 @@ def flaws(runs):
         n_in_train = runs[0].get("in_train", {}).get(split, 0)
         if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
             notes.append(f"{n_in_train:,} of {n:,} {split} rows are in train")
-    if n_diverged := sum(run.get("scores") == {} for run in runs):
+    n_diverged = sum(run.get("scores") == {} for run in runs)
+    if n_diverged:
         notes.append(f"{n_diverged} of {len(runs)} seeds diverged, left out")
-    if n_constant := sum(run.get("constant", False) for run in runs):
+    n_constant = sum(run.get("constant", False) for run in runs)
+    if n_constant:
         notes.append(f"{n_constant} of {len(runs)} seeds gave each row the same answer")
     return [f"{task.folder}: {note}" for note in notes]
 
 
 def table_row(name, tasks):
     """The cells of a line: name and number of seeds, nine medians, their mean."""
-    counts = [len(runs) for runs in tasks.values()]
-    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
+    counts = sorted({len(runs) for runs in tasks.values()})
+    seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     medians, cells = [], []
     for task, metric in NINE.values():
         if task not in tasks:
@@ -243,10 +245,11 @@ def table_row(name, tasks):
 def table(runs):
     """The table of runs in Markdown, published scores below, and what its marks mean."""
     rows = [["GLUE, dev sets", *NINE, "mean of 9"], ["---"] + ["---:"] * 10]
-    groups = group(runs)
-    rows += [table_row(name, tasks) for name, tasks in groups.items()]
-    of_tasks = (found for tasks in groups.values() for found in tasks.values())
-    notes = [f"- \\* {flaw}" for found in of_tasks for flaw in flaws(found)]
+    notes = []
+    for name, tasks in group(runs).items():
+        rows.append(table_row(name, tasks))
+        for found in tasks.values():
+            notes += [f"- \\* {flaw}" for flaw in flaws(found)]
     rows += [[f"{name} †", *cells.split()] for name, cells in REFERENCES.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -113,11 +113,11 @@ def code_hash():
 
 def describe(device):
     """Versions, hardware, commit and date: a dict of strings and numbers for run.json."""
-    commit = ""
-    with contextlib.suppress(OSError):  # no git
+    commit = "unknown"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git
         command = "git describe --always --dirty --abbrev=40 --match=//".split()
-        how = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-        commit = subprocess.run(command, **how).stdout.strip()
+        here = Path(__file__).parent
+        commit = subprocess.check_output(command, cwd=here, text=True, stderr=subprocess.DEVNULL)
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -125,7 +125,7 @@ def describe(device):
         "device": device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "commit": commit or "unknown",
+        "commit": commit.strip(),
         "code": code_hash(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }

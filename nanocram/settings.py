@@ -108,8 +108,10 @@ def own_value(namespace, name):
 def check(namespace, allowed):
     """Exit at the first setting that is not allowed. allowed: {names: (least, most) or choices}."""
     for names, values in allowed.items():
-        for name in filter(namespace.__contains__, names.split()):  # a fork may have dropped some
-            value = namespace[name]
+        for name in names.split():
+            value = namespace.get(name)
+            if value is None:
+                continue  # a fork has dropped it
             if isinstance(value, str):
                 holds, wanted = value in values, " or ".join(values)
             else:

@@ -110,9 +110,9 @@ def train_tokenizer(texts, size, mode, folder):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    by_words = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_words, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     # The space that normalise() puts before the first word is in no text: decode() leaves it out.
     # That of another word is in its token, but not in the token's offsets: with it the span of a
     # name began with a space, and the collator for whole words took a whole row for one word.
@@ -123,8 +123,8 @@ def train_tokenizer(texts, size, mode, folder):
     single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
     template = processors.TemplateProcessing(single, pair, [("[CLS]", CLS), ("[SEP]", SEP)])
     tokenizer.post_processor = processors.Sequence([offsets, template])
-    options = {"special_tokens": [*SPECIAL], "initial_alphabet": byte_level.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, **options)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*SPECIAL], show_progress=False)
+    trainer.initial_alphabet = byte_level.alphabet()
     tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
     got = tokenizer.get_vocab_size()
     if got < size:
@@ -137,8 +137,11 @@ def train_tokenizer(texts, size, mode, folder):
     # entry is a merge, in the order of the ids.
     vocab = spec["model"]["vocab"]
     entries = sorted(vocab.keys() - SPECIAL.keys(), key=vocab.get)
-    splits = ((entry[:i], entry[i:]) for entry in entries for i in range(1, len(entry)))
-    merges = [split for split in splits if vocab.keys() >= set(split)]
+    merges = []
+    for entry in entries:
+        for i in range(1, len(entry)):
+            if entry[:i] in vocab and entry[i:] in vocab:
+                merges.append([entry[:i], entry[i:]])
     spec["model"] |= {"merges": merges, "ignore_merges": True}
     # A word of running text has the space before it in its token, so a [MASK] for it takes it too.
     # The other normalisations drop that space, this one would leave it as a token of its own.

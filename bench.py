@@ -44,7 +44,6 @@ class RandomRows(Rows):
 
     def __init__(self, seq_len, dev):
         self.seq_len, self.dev, self.count = seq_len, dev, 4096
-        self.fetched = {}
         ranks = 1 + torch.arange(train.vocab_size - len(SPECIAL))
         drawn = torch.multinomial(1 / (ranks + 2.7), self.count * seq_len, replacement=True)
         self.tokens = len(SPECIAL) + drawn.view(self.count, seq_len)

@@ -333,8 +333,6 @@ def train_step(run, progress):
         run.scaler.scale(losses["loss"] / len(first_rows)).backward()
         for name, value in losses.items():
             means[name] = means.get(name, 0.0) + value.detach().float() / len(first_rows)
-        # read the next rows while a GPU is busy with these
-        run.rows.prefetch(first_row + parallel.WORLD_SIZE * n, n)
 
     # sum the means and the gradients over the ranks
     weights = [p for p in run.model.parameters() if p.requires_grad]

@@ -44,7 +44,6 @@ class Rows:
         self.dev = torch.device(dev)
         self.count = self.path.stat().st_size // (2 * seq_len)
         self.begin = int(np.random.default_rng(seed).integers(self.count)) if seed else 0
-        self.fetched = {}  # {(start, n): rows that were read ahead of time}
 
     def __len__(self):
         return self.count
@@ -61,19 +60,11 @@ class Rows:
             sys.exit(f"{self.path} cannot be read to its end: see to the disk, then --init=resume")
         return torch.from_numpy(tokens.astype(np.int64).reshape(n, self.seq_len))
 
-    def prefetch(self, start, n):
-        """Read n rows from start on, and start to copy them to the device, for fetch()."""
-        rows = self.read(start, n)
-        on_gpu = self.dev.type == "cuda"
-        if on_gpu:
-            rows = rows.pin_memory()
-        self.fetched = {(start, n): rows.to(self.dev, non_blocking=on_gpu)}
-
     def fetch(self, start, n):
         """n rows from start on, on the device; they are the caller's to change."""
-        if (start, n) not in self.fetched:
-            self.prefetch(start, n)
-        return self.fetched.pop((start, n))
+        rows, on_gpu = self.read(start, n), self.dev.type == "cuda"
+        rows = rows.pin_memory() if on_gpu else rows  # so that a copy needs no wait
+        return rows.to(self.dev, non_blocking=on_gpu)
 
 
 def round_up(n, multiple):

@@ -52,7 +52,6 @@ def try_passes(run, take_passes, rows):
     # free the memory; inside of `except` the traceback would keep it
     del held
     run.model.zero_grad()
-    run.rows.fetched.clear()
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where no GPU is used
     return seconds

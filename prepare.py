@@ -4,26 +4,21 @@
     python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl, .csv, .parquet
     python prepare.py config/tiny.py                                   # the embedded corpus
 
-One process reads all files, local ones first; others turn batches of their text into rows, which
-are merged at the end. Rerun the command to continue after a kill; the output is identical.
+One thread reads all files, local ones first; others turn batches of their text into rows, which are
+merged at the end. Rerun the command to continue after a kill; the output is identical.
 """
 
-import contextlib
-import functools
 import glob
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shlex
-import signal
 import sys
-import threading
 import time
 import unicodedata
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +48,7 @@ filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 
 order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
 val_share = 0.0                       # share of documents held out, by hash; 0 = by the text's size
 val_tokens = 1000000                  # in val.bin at most; what else is held out is dropped
-processes = 0                         # that make rows; 0 = one per core; same result
+threads = 0                           # that make rows; 0 = one per core, 8 at most; same result
 # fmt: on
 
 SETTINGS = configure(globals())
@@ -61,7 +56,6 @@ SETTINGS = configure(globals())
 BATCH = 1 << 23  # characters
 PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
 MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
-load_tokenizer = functools.cache(Tokenizer)  # once in a process
 
 
 # What to read
@@ -228,50 +222,11 @@ def check_normalisation(texts):
         print(f"WARNING: {said}: --normalisation=plain keeps them")
 
 
-# Rows, by other processes
+# Rows
 
 
-def begin_process(settings):
-    """Set up a new process: give it the settings, and let it end with its parent."""
-    globals().update(settings)
-    sources.say_once = str  # the first process says it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-@contextlib.contextmanager
-def new_processes(n):
-    """A pool of n processes, which end with the block."""
-    spawn = multiprocessing.get_context("spawn")  # the same on every system
-    settings = {name: globals()[name] for name in SETTINGS}
-    with ProcessPoolExecutor(n, spawn, begin_process, (settings,)) as pool:
-        try:
-            # Ctrl-C is for this process: start all others now, ignoring it.
-            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            pool.map(abs, range(n))
-            signal.signal(signal.SIGINT, handler)
-            yield pool
-        except BaseException as e:
-            # else the thread that sends them text may wait for ever (Python's issue 94777)
-            with contextlib.suppress(AttributeError, OSError):  # it is not ours
-                pool._call_queue._reader.close()
-            if isinstance(e, BrokenExecutor):
-                advice = "rerun with --processes=1, or with --vocab_sample_mb=10"
-                sys.exit(f"a process was killed, probably out of memory: {advice}")
-            raise
-        finally:
-            for child in multiprocessing.active_children():
-                child.kill()
-
-
-def process_batch(number, texts, state, folder, rule):
+def process_batch(number, texts, state, vocabulary, folder, rule):
     """Write a batch's rows, shuffled, and its held-out ids, then state, which is returned."""
-    vocabulary = load_tokenizer(folder / "tokenizer.json")
     threshold = filter_threshold()
     normals = [vocabulary.normalise(text) for text in texts]
     pieces = [np.append(vocabulary.encode_normal(normal), np.uint16(SEP)) for normal in normals]
@@ -331,21 +286,18 @@ def process_batches(files, folder, rule):
     if n_found := len([*folder.glob("batch-*.json")]):
         print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
     size = sum(n_bytes for _, n_bytes, *_ in files)
-    n = min(processes or CORES, 1 + 4 * size // BATCH)  # gzip makes a fourth of text
+    n = threads or min(CORES, 8)
     unit = "tokens" if max_tokens else "B"
     bar = safety.Bar(total=max_tokens or size, unit=unit, unit_scale=True)
     batches = read_batches(files, states[-1]["place"] if states else [0, 0])
-    with new_processes(n) as pool, bar:
+    vocabulary = Tokenizer(folder / "tokenizer.json")  # it frees Python's lock while it works
+    with ThreadPoolExecutor(n) as pool, bar:  # at an error what is under way is done first
         while hub_tokens(states) < wanted:
-            try:
-                for texts, state in itertools.islice(batches, n + 2 - len(running)):  # two ahead
-                    file, document = state["place"]
-                    state["checksum"] = sums[file + (document > 0)]
-                    number = len(states) + len(running)
-                    running.append(pool.submit(process_batch, number, texts, state, folder, rule))
-            except SystemExit as e:  # a file is broken: say so once what came before is done
-                running.append(Future())
-                running[-1].set_exception(e)
+            for texts, state in itertools.islice(batches, n + 2 - len(running)):  # two ahead
+                file, document = state["place"]
+                state["checksum"] = sums[file + (document > 0)]
+                job = len(states) + len(running), texts, state, vocabulary, folder, rule
+                running.append(pool.submit(process_batch, *job))
             if not running:
                 break
             states.append(running.pop(0).result())
@@ -496,7 +448,7 @@ def main():
         "max_tokens": (0, 10**15),
         "vocab_sample_mb": (0, np.inf),
         "filter_ratio": (-1, np.inf),
-        "processes": (0, 1000),
+        "threads": (0, 1000),
         "val_share": (0, 0.5),
     }
     check(globals(), allowed)
@@ -505,7 +457,7 @@ def main():
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
     adopted = adopt_vocabulary() if tokenizer else ""
     settings = {name: globals()[name] for name in SETTINGS} | {"tokenizer": adopted}
-    del settings["data_dir"], settings["processes"]  # they change no row
+    del settings["data_dir"], settings["threads"]  # they change no row
     wanted = settings | {"files": list(itertools.chain(*files.values()))}
     folder = Path(data_dir).resolve()  # what a link names
     _lock = safety.lock(folder)  # until main() ends
@@ -527,8 +479,7 @@ def main():
             again = f"for a vocabulary of these delete {data_dir}, rerun"
             print(f"WARNING: files have changed; {again}")
         if "val_share" not in plan:
-            with new_processes(1) as pool:  # its memory ends with it, and its readers
-                plan |= pool.submit(make_vocabulary, files, folder).result()
+            plan |= make_vocabulary(files, folder)
             safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
         print(f"held out    {100 * plan['val_share']:g} % of the documents")
         # an older plan decides by the text alone
@@ -541,4 +492,4 @@ def main():
 
 
 if __name__ == "__main__":
-    safety.run(main, data_dir, "rerun the command to go on", "rerun with --processes=1")
+    safety.run(main, data_dir, "rerun the command to go on", "rerun with --vocab_sample_mb=10")

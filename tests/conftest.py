@@ -1,6 +1,5 @@
 """What several test files share: a small data set, small runs of train.py, a small GLUE."""
 
-import contextlib
 import gc
 import gzip
 import json
@@ -11,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,14 +133,11 @@ def corpus(shared, texts):
     return shared("corpus", make) / "corpus.txt"
 
 
-def prepare(folder, source, alone=True, **other):
-    """Run prepare.py's main() in this process, by threads if alone; return meta.json."""
+def prepare(folder, source, **other):
+    """Run prepare.py's main() in this process; return meta.json."""
     values = SMALL_DATA | {"data_dir": str(folder), "source": str(source)} | other
-    prepare_module.load_tokenizer.cache_clear()
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as pool:
+    with pytest.MonkeyPatch.context() as patch:
         put(patch, prepare_module, **values)
-        if alone:
-            put(patch, prepare_module, new_processes=lambda n: contextlib.nullcontext(pool))
         prepare_module.main()
     return json.loads((folder / "meta.json").read_text())
 

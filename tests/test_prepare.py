@@ -5,7 +5,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -147,10 +146,10 @@ def five_files(tmp_path, corpus, monkeypatch):
     return f"{tmp_path}/?.txt"
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path, five_files):
+def test_the_number_of_threads_changes_nothing(tmp_path, five_files):
     """A batch has 30,000 characters or a little more; less than a row at its end is dropped."""
-    prepare(tmp_path / "1", five_files)
-    prepare(tmp_path / "3", five_files, alone=False, processes=3)
+    prepare(tmp_path / "1", five_files, threads=1)
+    prepare(tmp_path / "3", five_files, threads=3)
     assert same(tmp_path / "3", tmp_path / "1")
     batches = [[]]
     for text in (text for i in range(5) for text in documents_of(tmp_path / f"{i}.txt")):
@@ -423,7 +422,7 @@ def test_max_tokens_reads_what_it_needs_of_a_hub_that_may_be_silent(tmp_path, hu
     assert {*as_set(rows_of(out))}.issuperset(as_set(own_rows))
 
     hub[:] = [ConnectionError("503"), None, TimeoutError(), EOFError("cut"), *QUIET]
-    prepare(tmp_path / "4", source, max_tokens=30000, processes=4)
+    prepare(tmp_path / "4", source, max_tokens=30000, threads=4)
     assert "cut): it is tried again" in capsys.readouterr().out and not hub
     hub[:] = [*4 * [ConnectionError("dead")], *QUIET]
     with pytest.raises(SystemExit, match=r"could not be read to its end .*dead.*: rerun"):
@@ -453,7 +452,7 @@ def test_the_hub_is_read_in_its_order_or_refuses_once(tmp_path, corpus, monkeypa
         table = pyarrow.table({"id": range(len(texts)), "text": texts})
         pyarrow.parquet.write_table(table, web / f"sample/{i:03}.parquet", row_group_size=7)
     stand_in = StandIn(tmp_path / "hub", monkeypatch)
-    settings = SMALL_DATA | {"data_dir": tmp_path / "out", "processes": 1}
+    settings = SMALL_DATA | {"data_dir": tmp_path / "out", "threads": 1}
     *said, last = script("prepare.py", source="some/web", status=1, **settings).splitlines()
     assert "NAME:CONFIG" in last and not re.search("NAME:CONFIG|Traceback", str(said))
     script("prepare.py", source="some/web:part", **settings)
@@ -477,8 +476,7 @@ def begin(folder, source, tokenizer, is_time):
     """prepare.py as a process of which it is time to kill it, or which has ended."""
     values = SMALL_DATA | {"source": source, "data_dir": folder, "tokenizer": tokenizer}
     argv = [sys.executable, "-c", SMALL, *flags(**values)]
-    # Ctrl-C is for all of its processes
-    process = subprocess.Popen(argv, cwd=ROOT, start_new_session=True, **PIPES)
+    process = subprocess.Popen(argv, cwd=ROOT, **PIPES)
     while process.poll() is None and not is_time():
         time.sleep(0.001)
     return process
@@ -493,8 +491,8 @@ def test_ctrl_c_and_kills_change_nothing(tmp_path, five_files, data_dir):
         return any(out.glob("batch-*.json"))
 
     process = begin(out, five_files, data_dir, is_reading)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    said, _ = process.communicate(timeout=300)  # when all that it began have ended, too
+    process.send_signal(signal.SIGINT)  # as a terminal does
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 1 and "Traceback" not in said, said
     assert said.splitlines()[-1] == "stopped: rerun the command to go on"
     for is_time in (is_reading, (out / "train.bin").exists):

@@ -4,7 +4,7 @@
     python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl, .csv, .parquet
     python prepare.py config/tiny.py                                   # the embedded corpus
 
-One thread reads all files, local ones first; others turn batches of their text into rows, which are
+One thread reads all files, local ones first; two turn batches of their text into rows, which are
 merged at the end. Rerun the command to continue after a kill; the output is identical.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanocram import CORES, safety, sources
+from nanocram import safety, sources
 from nanocram.settings import assign, check, configure, recipes
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
 from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
@@ -48,7 +48,6 @@ filter_ratio = -1.0                   # keep if tokens < ratio x characters; -1 
 order = "shuffle"                     # shuffle | curriculum: most full stops first (paper 4.4)
 val_share = 0.0                       # share of documents held out, by hash; 0 = by the text's size
 val_tokens = 1000000                  # in val.bin at most; what else is held out is dropped
-threads = 0                           # that make rows; 0 = one per core, 8 at most; same result
 # fmt: on
 
 SETTINGS = configure(globals())
@@ -199,7 +198,8 @@ def make_vocabulary(files, folder):
             safety.write_text(folder / name, (Path(tokenizer) / name).read_text("utf-8"))
     else:
         to_train_on = (text for text in sample if not is_held_out(text, **rule))
-        train_tokenizer(to_train_on, vocab_size, normalisation, folder)
+        with safety.ends_at_once():
+            train_tokenizer(to_train_on, vocab_size, normalisation, folder)
     if filter_ratio < 0 and filter_threshold():
         vocabulary = Tokenizer(folder / "tokenizer.json")
         normal = [vocabulary.normalise(text) for text in begins]
@@ -286,14 +286,14 @@ def process_batches(files, folder, rule):
     if n_found := len([*folder.glob("batch-*.json")]):
         print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
     size = sum(n_bytes for _, n_bytes, *_ in files)
-    n = threads or min(CORES, 8)
     unit = "tokens" if max_tokens else "B"
     bar = safety.Bar(total=max_tokens or size, unit=unit, unit_scale=True)
     batches = read_batches(files, states[-1]["place"] if states else [0, 0])
-    vocabulary = Tokenizer(folder / "tokenizer.json")  # it frees Python's lock while it works
-    with ThreadPoolExecutor(n) as pool, bar:  # at an error what is under way is done first
+    vocabulary = Tokenizer(folder / "tokenizer.json")
+    # encoding frees Python's lock, all else holds it: more than two threads would gain nothing
+    with ThreadPoolExecutor(2) as pool, bar:  # whose end waits for what is under way
         while hub_tokens(states) < wanted:
-            for texts, state in itertools.islice(batches, n + 2 - len(running)):  # two ahead
+            for texts, state in itertools.islice(batches, 4 - len(running)):  # two ahead
                 file, document = state["place"]
                 state["checksum"] = sums[file + (document > 0)]
                 job = len(states) + len(running), texts, state, vocabulary, folder, rule
@@ -448,7 +448,6 @@ def main():
         "max_tokens": (0, 10**15),
         "vocab_sample_mb": (0, np.inf),
         "filter_ratio": (-1, np.inf),
-        "threads": (0, 1000),
         "val_share": (0, 0.5),
     }
     check(globals(), allowed)
@@ -457,7 +456,7 @@ def main():
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
     adopted = adopt_vocabulary() if tokenizer else ""
     settings = {name: globals()[name] for name in SETTINGS} | {"tokenizer": adopted}
-    del settings["data_dir"], settings["threads"]  # they change no row
+    del settings["data_dir"]  # it changes no row
     wanted = settings | {"files": list(itertools.chain(*files.values()))}
     folder = Path(data_dir).resolve()  # what a link names
     _lock = safety.lock(folder)  # until main() ends
@@ -492,4 +491,5 @@ def main():
 
 
 if __name__ == "__main__":
-    safety.run(main, data_dir, "rerun the command to go on", "rerun with --vocab_sample_mb=10")
+    if_oom = f"delete {data_dir}, then rerun with --vocab_sample_mb=10"
+    safety.run(main, data_dir, "rerun the command to go on", if_oom)

@@ -62,9 +62,10 @@ class Rows:
 
     def fetch(self, start, n):
         """n rows from start on, on the device; they are the caller's to change."""
-        rows, on_gpu = self.read(start, n), self.dev.type == "cuda"
-        rows = rows.pin_memory() if on_gpu else rows  # so that a copy needs no wait
-        return rows.to(self.dev, non_blocking=on_gpu)
+        rows = self.read(start, n)
+        if self.dev.type != "cuda":
+            return rows.to(self.dev)
+        return rows.pin_memory().to(self.dev, non_blocking=True)  # the CPU does not wait
 
 
 def round_up(n, multiple):

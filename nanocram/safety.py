@@ -126,6 +126,21 @@ def run(main, folder, then, if_oom="use a smaller model"):
         raise
 
 
+@contextlib.contextmanager
+def ends_at_once():
+    """Around work of a library in which Python sees no signal: SIGINT and SIGTERM end the process
+    at once, without a line."""
+    before = {}
+    with contextlib.suppress(ValueError):  # Python allows it in the main thread alone
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Signals(contextlib.ContextDecorator):
     """Around a function: SIGINT, SIGTERM, SIGHUP, and what batch systems send before the end, set
     .stop. The same once more ends the process, after two seconds: torchrun passes on a SIGTERM that

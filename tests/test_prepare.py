@@ -1,6 +1,7 @@
 """prepare.py: rows beside a second implementation, kinds of text, faults, kills, the Hub."""
 
 import csv
+import errno
 import gzip
 import hashlib
 import io
@@ -146,11 +147,9 @@ def five_files(tmp_path, corpus, monkeypatch):
     return f"{tmp_path}/?.txt"
 
 
-def test_the_number_of_threads_changes_nothing(tmp_path, five_files):
+def test_rows_are_those_of_each_batch_and_mixed(tmp_path, five_files):
     """A batch has 30,000 characters or a little more; less than a row at its end is dropped."""
-    prepare(tmp_path / "1", five_files, threads=1)
-    prepare(tmp_path / "3", five_files, threads=3)
-    assert same(tmp_path / "3", tmp_path / "1")
+    prepare(tmp_path / "1", five_files)
     batches = [[]]
     for text in (text for i in range(5) for text in documents_of(tmp_path / f"{i}.txt")):
         if sum(map(len, batches[-1])) >= 30000:
@@ -381,6 +380,23 @@ def test_what_cannot_be_read_leaves_the_set_unfinished(tmp_path, five_files, cap
     assert not [*out.glob("batch-*"), *out.glob("plan.json")]
 
 
+def test_what_a_full_disk_stops_goes_on(tmp_path, five_files, data_dir, monkeypatch):
+    process_batch = module.process_batch
+
+    def fail_once(number, *args):
+        if number == 2:
+            put(monkeypatch, module, process_batch=process_batch)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return process_batch(number, *args)
+
+    prepare(tmp_path / "whole", five_files, tokenizer=str(data_dir))
+    put(monkeypatch, module, process_batch=fail_once)
+    with pytest.raises(OSError, match="No space"):
+        prepare(tmp_path / "out", five_files, tokenizer=str(data_dir))
+    prepare(tmp_path / "out", five_files, tokenizer=str(data_dir))
+    assert same(tmp_path / "out", tmp_path / "whole")
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path, five_files):
     """five_files as some/web of the Hub, and what its further reads raise, the last one first."""
@@ -422,7 +438,7 @@ def test_max_tokens_reads_what_it_needs_of_a_hub_that_may_be_silent(tmp_path, hu
     assert {*as_set(rows_of(out))}.issuperset(as_set(own_rows))
 
     hub[:] = [ConnectionError("503"), None, TimeoutError(), EOFError("cut"), *QUIET]
-    prepare(tmp_path / "4", source, max_tokens=30000, threads=4)
+    prepare(tmp_path / "4", source, max_tokens=30000)
     assert "cut): it is tried again" in capsys.readouterr().out and not hub
     hub[:] = [*4 * [ConnectionError("dead")], *QUIET]
     with pytest.raises(SystemExit, match=r"could not be read to its end .*dead.*: rerun"):
@@ -452,7 +468,7 @@ def test_the_hub_is_read_in_its_order_or_refuses_once(tmp_path, corpus, monkeypa
         table = pyarrow.table({"id": range(len(texts)), "text": texts})
         pyarrow.parquet.write_table(table, web / f"sample/{i:03}.parquet", row_group_size=7)
     stand_in = StandIn(tmp_path / "hub", monkeypatch)
-    settings = SMALL_DATA | {"data_dir": tmp_path / "out", "threads": 1}
+    settings = SMALL_DATA | {"data_dir": tmp_path / "out"}
     *said, last = script("prepare.py", source="some/web", status=1, **settings).splitlines()
     assert "NAME:CONFIG" in last and not re.search("NAME:CONFIG|Traceback", str(said))
     script("prepare.py", source="some/web:part", **settings)
@@ -470,12 +486,24 @@ prepare.BATCH, prepare.MERGED = 30000, 1
 configure(vars(prepare), sys.argv[1:])
 safety.run(prepare.main, prepare.data_dir, "rerun the command to go on")
 """
+# Its vocabulary takes minutes of a library, in which Python sees no signal.
+STUCK = (
+    """
+import hashlib
+import prepare
+def train_tokenizer(*args):
+    print("stuck")
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**8)
+prepare.train_tokenizer = train_tokenizer
+"""
+    + SMALL
+)
 
 
-def begin(folder, source, tokenizer, is_time):
+def begin(folder, source, tokenizer, is_time, script=SMALL):
     """prepare.py as a process of which it is time to kill it, or which has ended."""
     values = SMALL_DATA | {"source": source, "data_dir": folder, "tokenizer": tokenizer}
-    argv = [sys.executable, "-c", SMALL, *flags(**values)]
+    argv = [sys.executable, "-c", script, *flags(**values)]
     process = subprocess.Popen(argv, cwd=ROOT, **PIPES)
     while process.poll() is None and not is_time():
         time.sleep(0.001)
@@ -486,6 +514,12 @@ def test_ctrl_c_and_kills_change_nothing(tmp_path, five_files, data_dir):
     """While it reads and while it merges."""
     out = tmp_path / "out"
     prepare(tmp_path / "whole", five_files, tokenizer=str(data_dir))
+    process = begin(out, five_files, "", (out / "plan.json").exists, STUCK)
+    while process.stdout.readline() != "stuck\n":
+        pass
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == -signal.SIGINT
+    shutil.rmtree(out)
 
     def is_reading():
         return any(out.glob("batch-*.json"))

@@ -26,7 +26,6 @@ SLIPS = {
         ("--source=notes.odt", "notes.odt is of no kind that is read"),
         ("--source=single.txt", "held out of 1 documents (paragraphs): delete"),
         ("--source=*.txt", "link.txt cannot be read"),
-        ("--threads=-1", "threads=-1 cannot work: type 0 to"),
         ("--order=random", "order=random cannot work: type shuffle or curriculum"),
         ("--tokenizer=data --vocab_size=700", "type --vocab_size=600"),
         ("--data_dir=mine", "is not a new or an empty folder: choose another --data_dir"),

@@ -130,14 +130,12 @@ def run(main, folder, then, if_oom="use a smaller model"):
 def ends_at_once():
     """Around work of a library in which Python sees no signal: SIGINT and SIGTERM end the process
     at once, without a line."""
-    before = {}
-    with contextlib.suppress(ValueError):  # Python allows it in the main thread alone
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, signal.SIG_DFL)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
 

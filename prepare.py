@@ -291,9 +291,9 @@ def process_batches(files, folder, rule):
     batches = read_batches(files, states[-1]["place"] if states else [0, 0])
     vocabulary = Tokenizer(folder / "tokenizer.json")
     # encoding frees Python's lock, all else holds it: more than two threads would gain nothing
-    with ThreadPoolExecutor(2) as pool, bar:  # whose end waits for what is under way
+    with ThreadPoolExecutor(2) as pool, bar:  # its end waits for what is under way
         while hub_tokens(states) < wanted:
-            for texts, state in itertools.islice(batches, 4 - len(running)):  # two ahead
+            for texts, state in itertools.islice(batches, 4 - len(running)):  # two wait
                 file, document = state["place"]
                 state["checksum"] = sums[file + (document > 0)]
                 job = len(states) + len(running), texts, state, vocabulary, folder, rule

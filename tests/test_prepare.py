@@ -515,8 +515,7 @@ def test_ctrl_c_and_kills_change_nothing(tmp_path, five_files, data_dir):
     out = tmp_path / "out"
     prepare(tmp_path / "whole", five_files, tokenizer=str(data_dir))
     process = begin(out, five_files, "", (out / "plan.json").exists, STUCK)
-    while process.stdout.readline() != "stuck\n":
-        pass
+    assert "stuck\n" in process.stdout
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == -signal.SIGINT
     shutil.rmtree(out)

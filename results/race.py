@@ -186,6 +186,8 @@ def main():
     optimizer = trainer.create_optimizer()  # the Trainer's own; but a schedule by the clock
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.lr_scale)
     trainer.train()
+    if clock.setup is None:
+        sys.exit(f"{minutes} minutes are over within the first {SETUP} steps: type more --minutes")
 
     steps, tokens = trainer.state.global_step, train.batch_size * train.seq_len
     result = {name: globals()[name] for name in SETTINGS if name not in ("evals", "out_dir")}

@@ -290,7 +290,7 @@ def process_batches(files, folder, rule):
     bar = safety.Bar(total=max_tokens or size, unit=unit, unit_scale=True)
     batches = read_batches(files, states[-1]["place"] if states else [0, 0])
     vocabulary = Tokenizer(folder / "tokenizer.json")
-    # encoding frees Python's lock, all else holds it: more than two threads would gain nothing
+    # encoding frees Python's lock, all else holds it: more than two threads gain little
     with ThreadPoolExecutor(2) as pool, bar:  # its end waits for what is under way
         while hub_tokens(states) < wanted:
             for texts, state in itertools.islice(batches, 4 - len(running)):  # two wait

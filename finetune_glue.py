@@ -247,6 +247,7 @@ def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
     return {"train_loss": train_loss, "scores": scores, "seconds": seconds, "constant": constant}
 
 
+@machine.float32_products("high")
 def main():
     # refuse settings that cannot work
     allowed = {

@@ -36,7 +36,6 @@ def pick(device, dtype):
         without = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else without
 
-    torch.set_float32_matmul_precision("high")  # TF32
     # Gradients of cuDNN's attention have been NaN on Hopper cards (pytorch issue 196678), and it
     # plans anew for each of the many shapes of fine-tuning. An H100 gains 1.3 % and had no NaN.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -46,6 +45,24 @@ def pick(device, dtype):
         mallopt(-4, 0)  # M_MMAP_MAX: large blocks too come from the heap ...
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks
     return torch.device(device), getattr(torch, dtype)
+
+
+# torch's default, and the innermost last; torch's own getter raises for who has set the newer
+# torch.backends.cuda.matmul.fp32_precision
+precisions = ["highest"]
+
+
+@contextlib.contextmanager
+def float32_products(precision):
+    """Within it, or in a function that it decorates, matrix products in float32 have torch's
+    precision of this name. "high" may take TF32, off by 5e-4: enough to train, not to compare."""
+    precisions.append(precision)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        precisions.pop()
+        torch.set_float32_matmul_precision(precisions[-1])
 
 
 def native_bf16(device):

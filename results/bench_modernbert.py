@@ -62,6 +62,7 @@ def make_models(run, batch):
     return models
 
 
+@machine.float32_products("high")
 def main():
     vars(train).update(AS_THEIRS)
     run = bench.new_run()

@@ -116,7 +116,7 @@ def test_other_schedules_and_another_masking(fork):
         "mask_rate": [40 / 64, 35 / 64, 30 / 128, 25 / 128],
     }
     for name, values in wanted.items():
-        assert [float(row[name]) for row in rows] == pytest.approx(values, rel=1e-5)
+        assert [float(row[name]) for row in rows] == pytest.approx(values, rel=1e-4)
     # of the 20 tokens of a span any ten are a [MASK], and not those of the largest scores
     for hidden in fork.masked(20, mask_token_share=0.5):
         (places,) = hidden.nonzero(as_tuple=True)
@@ -189,20 +189,23 @@ def test_another_model(fork, name):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in ckpt["model"].items())
 
 
-@pytest.mark.parametrize(
-    ("place", "new", "said"),
-    [
-        (OUTPUT, MIXED, "top of Block"),
-        (NORMED, MIXED, "padding or another row"),
-        (NORMED, "        x = x + x.mean(0)\n", "padding or another row"),
-        (NORMED, PADDING + MIXED, "--n_narrow=0"),  # x of narrow layers has few tokens
-    ],
-    ids=["behind the gathering", "of padding", "of the batch", "not in narrow layers"],
-)
-def test_a_layer_that_mixes_in_the_wrong_place_is_one_line(fork, place, new, said):
-    fork.insert("model.py", MLP_NORM, CONV)
+MEAN = "        x = x + x.mean(0)\n"
+WRONG_PLACES = {
+    "behind the gathering": (OUTPUT, MIXED, "by .*top of Block"),
+    "of padding": (NORMED, MIXED, "by .*padding or another row"),
+    "of the batch": (NORMED, MEAN, "by .*padding or another row"),
+    # x of narrow layers has few tokens
+    "not in narrow layers": (NORMED, PADDING + MIXED, "by .*--n_narrow=0"),
+    "of 128 tokens": (NORMED, "        x = x + self.of_128(x.mT).mT\n", r"fails on .*\(8x64 and"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PLACES)
+def test_a_layer_that_mixes_in_the_wrong_place_is_one_line(fork, name):
+    place, new, said = WRONG_PLACES[name]
+    fork.insert("model.py", MLP_NORM, CONV + "        self.of_128 = nn.Linear(128, 128)\n")
     fork.insert("model.py", place, new)
-    with pytest.raises(AssertionError, match=f"an edit of model.py .*{said}"):
+    with pytest.raises(AssertionError, match=f"an edit of model.py .*{said}.*if you mean it"):
         fork.train(n_layer=3, n_narrow=2 if "narrow" in said else 0)
 
 
@@ -217,7 +220,7 @@ def test_a_mask_that_some_layers_have(fork):
             mask = near if mask is None else mask & near
 """
     fork.insert("model.py", "        by_math = q.is_cpu", new)
-    with pytest.raises(AssertionError, match=r"an edit of model\.py changes layer 5 where"):
+    with pytest.raises(AssertionError, match=r"an edit of model\.py changes layer 5 by .* where"):
         fork.train(n_layer=6)
     right = "[None if positions is None else positions][:, None]"
     fork.edit("model.py", "[None, None, : q.shape[2]]", right)
@@ -271,7 +274,7 @@ LOST = {  # state that no checkpoint has: [(file, before what, new lines)], what
     "a global": ([("train.py", STEPPED, GLOBAL)], "a step changes UNIT,"),
     "a buffer": ([("model.py", MADE, COUNT), ("model.py", LOSS, ADD)], "changes the buffer seen,"),
     "a variable of the loss": ([("model.py", LOSS_FN, USUAL), CHANGED], "changes loss_fn's usual,"),
-    "Python's chance": ([("train.py", "    order = torch.rand(", RANDOM)], "give another loss"),
+    "Python's chance": ([("train.py", "    order = torch.rand(", RANDOM)], "draws from Python's"),
 }
 
 
@@ -282,6 +285,25 @@ def test_what_a_resume_would_lose_is_one_line(fork, name):
         fork.insert(*edit)
     with pytest.raises(AssertionError, match=said):
         fork.train()
+
+
+SCALED = """        scale = x.detach().abs().mean() / 32
+        x = x + ((x / scale).round() * scale - x).detach()
+"""
+RATES = "        self.rates = [x.item() for x in torch.linspace(0, 0.1, config.n_layer)]\n"
+
+
+def test_what_no_check_ends(fork):
+    """int8 that rounds all tokens by one scale, numbers read in __init__(); a run that began."""
+    fork.insert("model.py", MADE, RATES)
+    fork.insert("model.py", NORMED, SCALED)
+    fork.train(max_steps=2, zero_init=False)
+    assert "WARNING: an edit of model.py changes layer" in fork.said
+    fork.insert("model.py", NORMED, MEAN)
+    fork.insert("train.py", "    order = torch.rand(", RANDOM)
+    rows, _ = fork.train(init="resume", zero_init=False)
+    assert fork.said.count("padding or another row") == fork.said.count("draws from Python's") == 1
+    assert rows[-1]["step"] == "4"
 
 
 DECODED = "        return self.decoder(self.head(hidden))\n"
@@ -298,7 +320,8 @@ SECOND = """        classes = classes.flatten(0, 1).float()
 
 def test_a_second_head(fork):
     """Trained and saved in the model; named if nothing reads it; refused beside the loss."""
-    fork.insert("model.py", MADE, "        self.second = nn.Linear(config.n_embd, 3)\n")
+    second = "        self.second = nn.Linear(config.n_embd, 3)\n"
+    fork.edit("model.py", MADE, second + MADE + "        nn.init.zeros_(self.second.weight)\n")
     fork.train(max_steps=1)
     assert "WARNING: nothing reads second.weight, " in fork.said
     fork.edit("model.py", DECODED, BOTH)
@@ -306,7 +329,7 @@ def test_a_second_head(fork):
     fork.edit("model.py", LOSS, SECOND + LOSS.replace("}", ' + 0.1 * second, "second": second}'))
     (_, *rows), ckpt = fork.train()
     assert "nothing reads" not in fork.said
-    assert float(rows[0]["second"]) == pytest.approx(math.log(3), rel=0.5)
+    assert float(rows[0]["second"]) == pytest.approx(math.log(3), rel=1e-4)
     assert "second.weight" in ckpt["model"] and fork.model_type() == "nanocram"
     fork.train("offloaded", offload=True, optimizer="adamw")
     fork.insert("model.py", "    def loss_fn(ids", "    second_head = nn.Linear(600, 3)\n\n")
@@ -341,7 +364,7 @@ def test_an_auxiliary_loss_its_column_and_its_weight(fork):
     plain, _ = fork.train(max_steps=1)
     rows, _ = fork.train("weighted", z_weight=0.01, max_steps=1)
     z = float(rows[1]["z"])
-    assert z == pytest.approx(math.log(SMALL_MODEL["vocab_size"]) ** 2, rel=0.1)
+    assert z == pytest.approx(math.log(SMALL_MODEL["vocab_size"]) ** 2, rel=0.5)
     difference = float(rows[1]["loss"]) - float(plain[1]["loss"])
     assert difference == pytest.approx(0.01 * z, rel=1e-3)
     assert rows[0]["val_loss_15"] == plain[0]["val_loss_15"]

@@ -43,7 +43,7 @@ class Forked(CONTEXT.Process):
 
     def end(self, status=0):
         """Wait until it has ended so; what it said, to stderr too."""
-        self.join(300)
+        self.join()
         said = Path(self.path).read_text("utf-8")
         os.remove(self.path)
         assert self.exitcode == status, f"{self.argv}\n{said}"

@@ -57,8 +57,8 @@ def test_a_run_leaves_what_it_promises(finished, data_dir, tmp_path):
     assert steps == sorted({*steps, *range(0, 61, 2)})
     assert [row["step"] for row in rows if "val_loss_25" in row] == [0, 30, 60]
     first, last = rows[0], rows[-1]
-    assert first["val_loss_15"] == pytest.approx(np.log(600), rel=0.05)
-    assert last["val_loss_15"] < first["val_loss_15"]
+    assert first["val_loss_15"] == pytest.approx(np.log(600), rel=0.3)
+    assert last["val_loss_15"] < first["val_loss_15"] - 0.5
     counts = json.loads((data_dir / "meta.json").read_text())["counts"]
     per_character = last["val_loss_15"] * counts["val_tokens"] / counts["val_characters"]
     assert last["val_nats_per_char"] == pytest.approx(per_character, rel=1e-4)
@@ -225,14 +225,15 @@ def test_the_budget_holds_and_an_earlier_run_is_moved_aside(finished, tmp_path, 
     there = shutil.copytree(finished, tmp_path / "disk/out")
     out = tmp_path / "out"
     out.symlink_to(there)
-    seconds = 12
-    settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out, "dtype": "auto"}
-    settings |= {"budget_hours": seconds / 3600, "log_every": 1}
-    run = begin("train.py", **settings)
+    settings = SMALL_MODEL | {"data_dir": data_dir, "log_every": 1}
+    start = time.monotonic()
+    begin("train.py", **settings, out_dir=tmp_path / "short", max_steps=2).end()
+    seconds = max(12, 6 * (time.monotonic() - start))  # on a busy machine more
+    run = begin("train.py", **settings, out_dir=out, budget_hours=seconds / 3600)
     wait_for((tmp_path / "disk/out.1").exists, run)
-    time.sleep(3)
+    time.sleep(seconds / 4)
     run.send_signal(signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(seconds / 4)
     run.send_signal(signal.SIGCONT)
     run.end()
     assert out.readlink() == there

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import begin, put, script, wait_for, write_model
+from conftest import begin, error, put, script, wait_for, write_model
 from hub import StandIn
 from tqdm import tqdm
 
@@ -89,12 +89,11 @@ def test_training_is_transformers(model, settings, task, n_outputs, pooling, dec
     candidate = ft.Ours(model, False)
     texts, labels = glue.read(task, "train", ft.glue_dir)
     data = Ragged(list(candidate.encode(texts)), labels, candidate.pad, False, CPU)
-    torch.manual_seed(5)
-    net = candidate.build(n_outputs)
+    net = candidate.build(n_outputs).double()
     facts = {"classifier_pooling": pooling, "classifier_dropout": 0.0, "num_labels": n_outputs}
     sizes = replace(candidate.pretrained.config, head_transform=True)
     config = transformers.ModernBertConfig.from_dict(modernbert_config(sizes) | facts)
-    theirs = transformers.ModernBertForSequenceClassification(config).train()
+    theirs = transformers.ModernBertForSequenceClassification(config).double().train()
     theirs.load_state_dict(to_folder_keys(net.state_dict(), sizes))
     before = ft.predict(net, data, torch.float32)
     train_loss = ft.fine_tune(candidate, net, data, 3, torch.float32, BAR)
@@ -107,7 +106,7 @@ def test_training_is_transformers(model, settings, task, n_outputs, pooling, dec
     steps = [rows for epoch in range(2) for rows in batches_by_length(data.length, 8, (3, epoch))]
     schedule = transformers.get_scheduler(kind, optimizer, int(0.1 * len(steps)), len(steps))
     numbers = torch.from_numpy(labels)
-    labels = numbers.float()[:, None] if n_outputs == 1 else numbers
+    labels = numbers[:, None] if n_outputs == 1 else numbers
     losses = []
     for rows in steps:
         loss = theirs(**data.batch(rows)[0], labels=labels[rows]).loss
@@ -117,8 +116,9 @@ def test_training_is_transformers(model, settings, task, n_outputs, pooling, dec
         schedule.step()
         optimizer.zero_grad()
     after = ft.predict(net, data, torch.float32)
-    wanted = theirs.eval()(**data.batch(np.arange(40))[0]).logits.detach().numpy()
-    assert np.abs(after - wanted).max() < 1e-3 < 1e-2 < np.abs(after - before).max()
+    wanted = theirs.eval()(**data.batch(np.arange(40))[0]).logits
+    before, after = torch.from_numpy(before), torch.from_numpy(after)
+    assert error(after - before, wanted - before) < 1e-5  # float32 holds the losses
     assert len(steps) == 10
     assert train_loss == pytest.approx(np.mean(losses[5:]), rel=1e-3)
 
@@ -214,14 +214,13 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
     texts, labels = glue.read("mnli", "train", ft.glue_dir)
     rows = list(candidate.encode(texts))
     data = Ragged(rows, labels, candidate.pad, candidate.two_types, CPU)
-    torch.manual_seed(1)
     net = candidate.build(3)
     built = net.base_model.state_dict()
     for name, p in saved.base_model.state_dict().items():
         assert "pooler" in name or torch.equal(built[name], p), name
     if "For" in kind:
         assert not torch.equal(net.classifier.weight, saved.classifier.weight)
-        assert net.classifier.weight.std().item() == pytest.approx(0.2, rel=0.3)
+        assert 0.05 < net.classifier.weight.std() < 0.8  # 0.2, but for 96 numbers' chance
     before = ft.predict(net, data, torch.float32)
     columns = zip(*texts, strict=True)
     options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}

@@ -6,6 +6,7 @@ A check is a script as a user starts it, or a function in a process of its own. 
 H100 on 2026-11-26; since then they were joined. TEST_DEVICE=cpu rehearses most of it on a CPU.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -29,8 +30,8 @@ DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 # gives gradients that are 1.1e-3 off in the default and 4.5e-3 in crammed BERT.
 PRODUCTS = {  # and the error that is allowed beside full ones on a CPU
     "full": (torch.float32, "highest", 1e-4),
-    "float32": (torch.float32, "high", 1e-2),
-    "bfloat16": (torch.bfloat16, "high", 1e-2),
+    "float32": (torch.float32, "high", 3e-2),
+    "bfloat16": (torch.bfloat16, "high", 5e-2),
     "float16": (torch.float16, "high", 1e-2),
 }
 LOSS_SCALE = 2.0**12  # as in training: small gradients would be lost in float16
@@ -54,17 +55,28 @@ def no_gpu():
     return "" if answer(torch.cuda.is_available) else "torch sees no GPU"
 
 
-@pytest.fixture(scope="module", autouse=True)
+@contextlib.contextmanager
 def visible_gpus():
-    """What is started from here sees the GPUs that conftest.py hides; skips without one."""
+    """What is started within it sees the GPUs that conftest.py hides."""
     before = os.environ["GPUS_BEFORE_TESTS"]
     with pytest.MonkeyPatch.context() as patch:
         if before == "all":
             patch.delenv("CUDA_VISIBLE_DEVICES")
         else:
             patch.setenv("CUDA_VISIBLE_DEVICES", before)
-        if DEVICE == "cuda" and no_gpu():
-            pytest.skip(no_gpu())
+        yield
+
+
+if DEVICE == "cuda" and not multiprocessing.parent_process():  # not in what answer() starts
+    with visible_gpus():
+        why = no_gpu()
+    if why:
+        pytest.skip(why, allow_module_level=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def see_gpus():
+    with visible_gpus():
         yield
 
 
@@ -87,7 +99,7 @@ SIZES = {} if DEVICE == "cuda" else {"vocab_size": 600, "n_head": 2, "n_embd": 3
 
 def numerics(name):
     """{(products, mode): (error of the loss, of the gradient by its norm)} of a recipe's model."""
-    machine.pick(DEVICE, "auto")  # what suits our work there: TF32, no cuDNN
+    machine.pick(DEVICE, "auto")  # what suits our work there: no cuDNN
     recipe, layers = MODELS[name]
     configure(vars(train), [str(ROOT / "config" / recipe)] if recipe else [])
     vars(train).update(layers | SIZES | {"zero_init": False})
@@ -95,12 +107,12 @@ def numerics(name):
 
     def loss_and_gradient(where, products, mode):
         dtype, precision, _ = PRODUCTS[products]
-        torch.set_float32_matmul_precision(precision)
         train.compile = mode == "compiled"
         run = train.Run(rows, {}, None, torch.device(where), dtype)  # the same weights each time
         batch = train.masked_batch(run, 0, 8, (128, 38))
-        loss = run.loss_fn(*(tensor.to(where) for tensor in batch))["loss"]
-        (loss * LOSS_SCALE).backward()
+        with machine.float32_products(precision):
+            loss = run.loss_fn(*(tensor.to(where) for tensor in batch))["loss"]
+            (loss * LOSS_SCALE).backward()
         gradient = torch.cat([p.grad.flatten().cpu() for p in run.model.parameters()]) / LOSS_SCALE
         return loss.item(), gradient
 
@@ -213,7 +225,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(undisturbed, data_dir, tmp_
     process = subprocess.Popen(command("train.py", **settings), cwd=ROOT)
     wait_for_step(out, 5, process, 0.002)
     process.terminate()
-    assert process.wait(60) == 130
+    assert process.wait() == 130
     assert 5 <= runlog.read_log(out)[-1]["step"] < STEPS
     typed("train.py", **settings | {"init": "resume"})
     # Muon makes full steps of a gradient's smallest directions, noise included. On an H100 a matrix

@@ -1,13 +1,16 @@
 """model.py beside transformers, torch's own attention and float64."""
 
+import contextlib
 import copy
+import itertools
+import math
 from dataclasses import asdict, fields
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, SIZES, model_config, new_run, padded_batch, random_model, randomise
+from conftest import SIZES, error, model_config, new_run, padded_batch, random_model, randomise
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +26,7 @@ POSITIONS = torch.tensor([[0, 3, 16], [11, 1, 1], [4, 2, 0]])  # to read of padd
 def recipe(name):
     """The ModelConfig of one of our recipes."""
     space = dict(vars(train))
-    configure(space, [str(ROOT / f"config/{name}.py")])
+    configure(space, [f"config/{name}.py"])
     return ModelConfig(**{f.name: space[f.name] for f in fields(ModelConfig)})
 
 
@@ -55,7 +58,7 @@ def test_the_original_bert_equals_transformers_bert():
     model = random_model(**BERT)
     sizes = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     sizes |= {"intermediate_size": 24, "max_position_embeddings": 160}
-    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval()
+    theirs = transformers.BertForMaskedLM(transformers.BertConfig(**sizes)).eval().double()
     state = {"cls.predictions.bias": model.decoder.bias}
     for name, tensor in model.state_dict().items():
         for our_part, their_part in BERTS_NAMES.items():
@@ -68,12 +71,11 @@ def test_the_original_bert_equals_transformers_bert():
     with torch.no_grad():
         ours = model(ids, attention_mask=mask, token_type_ids=types)
         bert = theirs(ids, attention_mask=mask, token_type_ids=types).logits
-        assert (ours - bert)[mask.bool()].abs().max() < 1e-4
+        assert torch.allclose(ours[mask.bool()], bert[mask.bool()], atol=1e-4)
         assert torch.allclose(model(ids), theirs(ids).logits, atol=1e-4)
 
 
 def test_attention_by_products_is_torchs():
-    torch.manual_seed(0)
     q, k, v = (torch.randn(3, 2, n, 8).double().requires_grad_() for n in (5, 17, 17))
     mask = padded_batch(17)[1][:, None, None].bool()
     found = math_attention(q, k, v, mask, 0.0)
@@ -88,35 +90,36 @@ def others(field):
     value = getattr(train, field.name, field.default)
     if isinstance(value, bool):
         return [not value]
-    if isinstance(value, float):
-        return [0.01, 30.0]
     choices = {"activation": module.ACTIVATIONS, "position_embedding": module.POSITION_EMBEDDINGS}
-    choices |= {"n_layer": [4, 5], "n_head": [4], "n_embd": [36]}
+    choices |= {"n_layer": [4, 5], "n_head": [4], "n_embd": [36], "dropout": [0.01, 0.9]}
     choices |= {name: [SIZES[name] + 1] for name in SIZES.keys() - choices.keys()}
-    return choices.get(field.name, [1, 2, 16] if isinstance(value, int) else [])
+    return choices.get(field.name, [0.01, 30.0] if isinstance(value, float) else [1, 2, 16])
 
 
-EACH_SWITCH = [{f.name: value} for f in fields(ModelConfig) for value in others(f)]
+def architectures(*bases):
+    """Switches of random_model() for parametrize: each base's, with our recipes' and with any one
+    other; those that fit together."""
+    each = [{f.name: value} for f in fields(ModelConfig) for value in others(f)]
+    found = []
+    for base, switches in itertools.product(bases, [{}, CRAMMED, BERT, *each]):
+        with contextlib.suppress(ValueError):
+            model_config(**SIZES | base | switches)  # raises where they do not fit
+            if base | switches not in found:
+                found.append(base | switches)
+    return found
 
 
-def model_or_skip(**switches):
-    """random_model(), unless a fork's switches do not fit."""
-    try:
-        return random_model(**switches)
-    except ValueError as e:
-        pytest.skip(str(e))
-
-
-@pytest.mark.parametrize("switches", [{}, CRAMMED, BERT, *EACH_SWITCH], ids=str)
-@pytest.mark.parametrize("n_narrow", [0, 2])
-def test_computing_only_what_is_read_changes_nothing_nor_does_padding(switches, n_narrow):
+@pytest.mark.parametrize("switches", architectures({"n_narrow": 0}, {"n_narrow": 2}), ids=str)
+def test_computing_only_what_is_read_changes_nothing_nor_does_padding(switches, capsys):
     """Logits and gradients at some positions are the whole row's; the check of edits is silent."""
-    model = model_or_skip(**{"n_narrow": n_narrow} | switches)
+    model = random_model(**switches)
     check_mixing(model.config, 150)
+    assert not capsys.readouterr().out
     ids, mask = padded_batch(150)
     everywhere = model(ids, attention_mask=mask)
     wanted = everywhere.gather(1, POSITIONS[..., None].expand(-1, -1, everywhere.shape[-1]))
     chosen = model(ids, POSITIONS, attention_mask=mask)
+    # our rounding is 1e-9 of that; an edit may round to float32 somewhere
     assert torch.allclose(chosen, wanted, atol=1e-4)
     assert torch.allclose(model(ids[2:, :5]), everywhere[2:, :5], atol=1e-4)
     gradients = []
@@ -139,7 +142,8 @@ def test_narrow_layers_against_torchs_own_attention():
         first = model.layers[0](model.embeddings(ids), None, mask)
         x = first.gather(1, POSITIONS[..., None].expand(-1, -1, 32))
         for layer in model.layers[1:]:
-            attention = torch.nn.MultiheadAttention(32, 2, bias=False, batch_first=True)
+            options = {"bias": False, "batch_first": True, "dtype": torch.float64}
+            attention = torch.nn.MultiheadAttention(32, 2, **options)
             matrices = [getattr(layer.attn, name).weight for name in ("Wq", "Wk", "Wv")]
             attention.in_proj_weight.copy_(torch.cat(matrices))
             attention.out_proj.weight.copy_(layer.attn.Wo.weight)
@@ -151,8 +155,8 @@ def test_narrow_layers_against_torchs_own_attention():
 
 @pytest.mark.parametrize(
     ("dtype", "loss_error", "gradient_error"),
-    # in bfloat16 forty random models are 2.5 % off in the median, this one 3.0 %
-    [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 1e-2, 4e-2)],
+    # in bfloat16 forty random models have gradients that are 2.5 % off in the median
+    [(torch.float32, 1e-5, 1e-4), (torch.bfloat16, 5e-2, 0.2)],
 )
 def test_the_loss_and_its_gradient_are_float64s(train, dtype, loss_error, gradient_error):
     """A mean over all labels; eager, evaluated and compiled; -100 counts as 0."""
@@ -175,14 +179,10 @@ def test_the_loss_and_its_gradient_are_float64s(train, dtype, loss_error, gradie
         loss = training(ids, POSITIONS, labels)["loss"]
         loss.backward()
         assert loss.dtype == torch.float32
-        assert loss.item() == pytest.approx(evaluated.item(), rel=1e-5 + loss_error)
+        assert loss.item() == pytest.approx(evaluated.item(), rel=loss_error)
         assert loss.item() == pytest.approx(wanted.item(), rel=loss_error)
-        gradients = [
-            torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None])
-            for m in (model, exact)
-        ]
-        error = gradients[0] - gradients[1]
-        assert error.norm() < gradient_error * gradients[1].norm()
+        gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, exact)]
+        assert error(*gradients) < gradient_error
 
 
 @pytest.mark.parametrize("n_narrow", [0, 2])
@@ -197,12 +197,12 @@ def test_flops_agree_with_torchs_own_counter(n_narrow):
 
 def test_narrow_models_start_with_larger_weights():
     """As much larger than BERT's 0.02 as keeps attention's scores alike; test_parity.py has 768."""
-    torch.manual_seed(0)
     sizes = dict(vocab_size=500, n_layer=2, n_head=3, n_embd=192, n_inner=384)
     model = Classifier(MaskedLM(model_config(**sizes, zero_init=False)), 64)
     for name, p in model.named_parameters():
         if p.ndim == 2:
-            assert p.std().item() == pytest.approx(0.04, rel=0.02), name
+            standard_error = 1 / math.sqrt(2 * p.numel())
+            assert p.std().item() == pytest.approx(0.04, rel=20 * standard_error), name
 
 
 def test_zero_init_makes_every_block_the_identity():

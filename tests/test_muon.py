@@ -4,23 +4,24 @@ import copy
 
 import pytest
 import torch
+from conftest import SEED, error
 
 from nanocram.muon import Muon
 
 
 def random(shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 10_000 * SEED))
 
 
 SHAPES_OF_A_MODEL = [(128, 128)] * 6 + [(512, 128)] * 2 + [(128, 256)] * 2
 ODD_SHAPES = [(1, 1), (40, 7), (7, 40), (1, 30), (40, 7), (13, 13)]
 
 
-@pytest.mark.parametrize(("shapes", "tolerance"), [(SHAPES_OF_A_MODEL, 0), (ODD_SHAPES, 2e-3)])
-def test_equal_to_torchs_and_loads_its_state(shapes, tolerance):
-    """To the bit at a model's shapes. Elsewhere bfloat16 may add up in another order."""
+@pytest.mark.parametrize("shapes", [SHAPES_OF_A_MODEL, ODD_SHAPES], ids=["usual", "odd"])
+def test_equal_to_torchs_and_loads_its_state(shapes):
+    """But for the order in which a processor adds up bfloat16."""
     ours = [torch.nn.Parameter(random(shape, i)) for i, shape in enumerate(shapes)]
-    theirs = copy.deepcopy(ours)
+    theirs, before = copy.deepcopy(ours), copy.deepcopy(ours)
     options = {"lr": 0.03, "weight_decay": 0.1}
     optimizers = [Muon(ours, **options), torch.optim.Muon(theirs, **options)]
     for step in range(4):
@@ -35,8 +36,10 @@ def test_equal_to_torchs_and_loads_its_state(shapes, tolerance):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 0.03 / (step + 1)
             optimizer.step()
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.allclose(a, b, rtol=0, atol=tolerance)
+        for a, b, start in zip(ours, theirs, before, strict=True):
+            assert error(a - start, b - start) < 0.1
+        for a, b in zip(*(o.state_dict()["state"].values() for o in optimizers), strict=True):
+            assert error(a["momentum_buffer"], b["momentum_buffer"]) < 1e-5
 
 
 def quintic(matrix):
@@ -52,13 +55,19 @@ def quintic(matrix):
 @pytest.mark.parametrize("shape", [(192, 64), (64, 192), (96, 96)])
 @pytest.mark.parametrize(
     ("dtype", "size", "tolerance"),
-    [(torch.float32, 1.0, 1e-5), (torch.float16, 1.0, 5e-3), (torch.float16, 1e-6, 5e-3)],
+    [(torch.float32, 1.0, 1e-4), (torch.float16, 1.0, 0.05), (torch.float16, 1e-6, 0.05)],
 )
 def test_a_step_follows_the_formula_in_float64(shape, dtype, size, tolerance):
     """In float16 at any size of the gradient: its square must not become 0."""
     weight = torch.nn.Parameter(random(shape, 5))
-    before = weight.detach().double()
-    weight.grad = size * random(shape, 6)
-    Muon([weight], lr=0.1, momentum=0.0, dtype=dtype).step()
-    step = 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * quintic(weight.grad)
-    assert (before - weight.double() - step).norm() < tolerance * step.norm()
+    wanted, buffer = weight.detach().double(), 0.0
+    before = wanted.clone()
+    muon = Muon([weight], lr=0.1, weight_decay=0.2, momentum=0.9, dtype=dtype)
+    for step in range(3):
+        weight.grad = size * random(shape, 6 + step)
+        muon.step()
+        gradient = weight.grad.double()
+        buffer = 0.9 * buffer + 0.1 * gradient
+        update = quintic(0.1 * gradient + 0.9 * buffer)  # Nesterov's
+        wanted = (1 - 0.1 * 0.2) * wanted - 0.1 * max(1, shape[0] / shape[1]) ** 0.5 * update
+    assert error(weight - before, wanted - before) < tolerance

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from conftest import new_run, put
-from test_model import BERT, CRAMMED, EACH_SWITCH, model_or_skip
+from conftest import new_run, put, random_model
+from test_model import architectures
 
 import train as module
 from nanocram import runlog
@@ -61,12 +61,13 @@ def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, monkeypatch, ca
                 assert_equal(ours["state"][key], theirs["state"][key])
 
 
-@pytest.mark.parametrize("switches", [{}, CRAMMED, BERT, *EACH_SWITCH], ids=str)
-@pytest.mark.parametrize("n_narrow", [0, 3])
-def test_gradients_are_the_plain_models(switches, n_narrow):
+DEEP = [{"n_layer": 4, "n_narrow": n} for n in (0, 3)]
+
+
+@pytest.mark.parametrize("switches", architectures(*DEEP), ids=str)
+def test_gradients_are_the_plain_models(switches):
     """Of two micro-batches: what train.py asks when it starts, of any architecture."""
-    model = model_or_skip(**{"n_layer": 4, "n_narrow": n_narrow} | switches)
-    check_streaming(model.config, 64, torch.device("cpu"))
+    check_streaming(random_model(**switches).config, 64, torch.device("cpu"))
 
 
 def test_device_memory_holds_two_blocks(setting):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, keep_settings, model_config
+from conftest import ROOT, error, keep_settings, model_config
 
 import train
 from model import Classifier, MaskedLM
@@ -84,9 +84,8 @@ def test_what_is_hidden_of_a_row(paper):
     """So many in each row, of each kind; anywhere but at [CLS], every place as likely."""
     n = sum(paper["hidden"])
     assert {train.row_shape(t) for t in MOMENTS} == {(128, n)}
-    torch.manual_seed(0)
     # Tokens from 10 on: a [MASK] is nothing else, and a random token hardly ever the one before.
-    rows = torch.randint(10, train.vocab_size, (4000, 128))
+    rows = torch.randint(10, train.vocab_size, (40_000, 128))
     rows[:, 0] = 1  # [CLS]
     begins_word = torch.ones(train.vocab_size, dtype=torch.bool)  # for a fork's masking
     run = SimpleNamespace(begins_word=begins_word, state=train.State())
@@ -103,7 +102,7 @@ def test_what_is_hidden_of_a_row(paper):
     by_place = np.bincount(positions.flatten(), minlength=128)
     expected = len(rows) * n / 127
     assert by_place[0] == 0
-    assert abs(by_place[1:] - expected).max() < 5 * math.sqrt(expected)
+    assert abs(by_place[1:] - expected).max() < 0.2 * expected
 
 
 def test_fresh_weights(paper):
@@ -113,9 +112,9 @@ def test_fresh_weights(paper):
         if "position_scale" in name:
             assert p.item() == pytest.approx(1 / math.sqrt(768))
         elif p.ndim == 2:
-            tolerance = 5 / math.sqrt(2 * p.numel())
-            assert p.std().item() == pytest.approx(0.02, rel=tolerance), name
-            assert abs(p.mean()) < 5 * 0.02 / math.sqrt(p.numel()), name
+            allowed = 20 / math.sqrt(p.numel())  # standard errors of a mean
+            assert p.std().item() == pytest.approx(0.02, rel=allowed), name
+            assert p.mean().item() == pytest.approx(0.0, abs=0.02 * allowed), name
         else:
             assert (p == (1.0 if name.endswith("norm.weight") else 0.0)).all(), name
     if train.position_embedding == "sinusoidal":
@@ -128,7 +127,6 @@ def test_fresh_weights(paper):
 
 def test_a_dozen_updates(paper):
     """Weights after them, from one history of gradients; test_train.py has the clipping."""
-    torch.manual_seed(0)
     assert train.grad_clip == paper["clip"]
     sizes = dict(vocab_size=90, n_layer=2, n_head=2, n_embd=16, n_inner=24, max_seq_len=128)
     model = MaskedLM(model_config(**sizes)).double()
@@ -154,5 +152,4 @@ def test_a_dozen_updates(paper):
     for (name, p), wanted, before in zip(
         model.named_parameters(), theirs.parameters(), fresh.parameters(), strict=True
     ):
-        moved = (wanted - before).abs().max()
-        assert moved > 0 and (p - wanted).abs().max() < 1e-6 * moved, name
+        assert error(p - before, wanted - before) < 1e-6, name

@@ -102,7 +102,7 @@ def test_what_is_hidden_of_a_row(paper):
     by_place = np.bincount(positions.flatten(), minlength=128)
     expected = len(rows) * n / 127
     assert by_place[0] == 0
-    assert abs(by_place[1:] - expected).max() < 0.2 * expected
+    assert abs(by_place[1:] - expected).max() < 0.3 * expected
 
 
 def test_fresh_weights(paper):

@@ -506,7 +506,7 @@ class Run:
             self.model, self.twin = streamed.model, streamed.twin  # which computes, on the device
         else:
             self.model = self.twin = MaskedLM(model_config()).to(dev)
-        self.made = set(self.twin.parameters())
+        self.made = set(self.twin.parameters())  # by MaskedLM.__init__(): the loss reads no others
         shapes = [row_shape(i / 100) for i in range(100)]
         self.flops_per_token = fmean(self.model.flops_per_token(*shape) for shape in shapes)
         self.loss_fn = make_loss(self.model, dev, amp_dtype)
@@ -759,7 +759,7 @@ def check_settings(dev, begun=False):
     try:
         with torch.device("meta"):  # which takes no memory
             model = MaskedLM(config)
-    except RuntimeError:  # an edit may read numbers
+    except RuntimeError:  # an edit's .item(), for example: there are no numbers either
         model = MaskedLM(config)
     optimizers = build_optimizers(model, torch.float32)  # or exits
     edits.check_mixing(config, seq_len, begun)

@@ -47,8 +47,8 @@ def pick(device, dtype):
     return torch.device(device), getattr(torch, dtype)
 
 
-# torch's default, and the innermost last; torch's own getter raises for who has set the newer
-# torch.backends.cuda.matmul.fp32_precision
+# The innermost one is the last, torch's default the first. torch's own getter would raise in a fork
+# that sets the newer torch.backends.cuda.matmul.fp32_precision.
 precisions = ["highest"]
 
 

@@ -148,7 +148,7 @@ def score(name, labels, outputs):
 
 def key(run):
     """What identifies a run; its name tells weights and settings that are not the paper's."""
-    return run["name"], run["task"], run["seed"], str(run["rows"])
+    return run["name"], run["task"], run["seed"], run["data"]
 
 
 def read_runs(folder):
@@ -184,25 +184,14 @@ def add_runs(folder, *new):
 
 
 def group(runs):
-    """{name: {task: its runs on one set of data}}: the set that is nearest to the official one, of
-    equals the last."""
+    """{name: {task: its runs on the data of the last one}}: others do not compare."""
     groups = {}
     for run in runs:
         groups.setdefault(run["name"], {}).setdefault(run["task"], []).append(run)
     for tasks in groups.values():
         for task, found in tasks.items():
-            best = min(reversed(found), key=distance)
-            rows, data = best["rows"], best.get("data")  # older runs have no checksum
-            same = [run for run in found if run["rows"] == rows]
-            tasks[task] = [run for run in same if data in (None, run.get("data", data))]
+            tasks[task] = [run for run in found if run["data"] == found[-1]["data"]]
     return groups
-
-
-def distance(run):
-    """In how many rows the data of a run differ from the official ones, leaks included."""
-    official = TASKS[run["task"]].rows
-    missing = sum(abs(n - official[split]) for split, n in run["rows"].items())
-    return missing + sum(run.get("in_train", {}).values())
 
 
 def flaws(runs):
@@ -211,7 +200,7 @@ def flaws(runs):
     for split, n in runs[0]["rows"].items():
         if n != task.rows[split]:
             notes.append(f"{n:,} {split} rows; the official file has {task.rows[split]:,}")
-        n_in_train = runs[0].get("in_train", {}).get(split, 0)
+        n_in_train = runs[0]["in_train"].get(split, 0)
         if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
             notes.append(f"{n_in_train:,} of {n:,} {split} rows are in train")
     n_diverged = sum(run.get("scores") == {} for run in runs)

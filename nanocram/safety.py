@@ -141,13 +141,13 @@ def ends_at_once():
 
 class Signals(contextlib.ContextDecorator):
     """Around a function: SIGINT, SIGTERM, SIGHUP, and what batch systems send before the end, set
-    .stop. The same once more ends the process, after two seconds: torchrun passes on a SIGTERM that
-    each rank got from the batch system."""
+    .stop. The same once more ends the process, but not within two seconds: torchrun passes on a
+    SIGTERM that each rank got from the batch system."""
 
     stop = False  # bench.py and the tests ask without entering
 
     def __enter__(self):
-        self.stop, self.before = False, {}
+        self.stop, self.before, self.received = False, {}, {}
         numbers = [signal.SIGINT, signal.SIGTERM]
         for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name, None)  # Windows has none
@@ -161,9 +161,10 @@ class Signals(contextlib.ContextDecorator):
             signal.signal(number, handler)
 
     def handle(self, number, frame):
-        signal.signal(number, signal.SIG_IGN)
-        self.stop = True
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            os.write(2, b"\nstopping and saving; once more ends the run at once\n")
-        time.sleep(2)
-        signal.signal(number, signal.SIG_DFL)
+        if number not in self.received:
+            self.stop, self.received[number] = True, time.monotonic()
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                os.write(2, b"\nstopping and saving; once more ends the run at once\n")
+        elif time.monotonic() > self.received[number] + 2:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)

@@ -122,7 +122,7 @@ def print_slowest(run):
     print(events.table(sort_by=order, row_limit=20, max_name_column_width=50))
 
 
-@machine.float32_products("high")
+@machine.training_kernels()
 def main():
     if bench_steps < 2:
         sys.exit(f"bench_steps={bench_steps} gives no range: type 2 or more")

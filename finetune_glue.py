@@ -247,7 +247,7 @@ def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
     return {"train_loss": train_loss, "scores": scores, "seconds": seconds, "constant": constant}
 
 
-@machine.float32_products("high")
+@machine.training_kernels()
 def main():
     # refuse settings that cannot work
     allowed = {
@@ -298,8 +298,7 @@ def main():
         done = glue.add_runs(folder)  # none, to see that it can be written before hours of work
     except OSError as e:
         sys.exit(f"{folder} cannot be written ({e.strerror}): make a copy, type --model=COPY")
-    data_of = {key: found.get("data") for key, found in done.items()}  # older runs do not tell
-    todo = [run for run in runs if data_of.get(glue.key(run), "") not in (None, run["data"])]
+    todo = [run for run in runs if glue.key(run) not in done]
     if n_done := len(runs) - len(todo):
         print(f"{n_done} of {len(runs)} fine-tunings are in {folder}/glue.jsonl already")
 

@@ -1,6 +1,7 @@
-"""What the scripts share. First of all: how many threads compute, and how they wait."""
+"""What the scripts share. First of all: threads, how many and how they wait, and freed memory."""
 
 import contextlib
+import ctypes
 import os
 from pathlib import Path
 
@@ -18,3 +19,9 @@ for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  
 # busy machine they take the cores of those that they wait for (results/README.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
+# have glibc keep freed memory: eager CPU steps gained 6 to 20 % of tokens/s
+with contextlib.suppress(OSError, AttributeError):  # another system, another C library
+    mallopt = ctypes.CDLL("libc.so.6").mallopt
+    mallopt(-4, 0)  # M_MMAP_MAX: large blocks too come from the heap ...
+    mallopt(-1, -1)  # M_TRIM_THRESHOLD: ... which never shrinks

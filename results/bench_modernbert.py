@@ -62,7 +62,7 @@ def make_models(run, batch):
     return models
 
 
-@machine.float32_products("high")
+@machine.training_kernels()
 def main():
     vars(train).update(AS_THEIRS)
     run = bench.new_run()

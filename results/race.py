@@ -154,7 +154,7 @@ class Clock(hf.TrainerCallback):
             self.begun = time.monotonic() - self.ended
 
 
-@machine.float32_products("high")
+@machine.training_kernels()
 def main():
     dev, amp_dtype = machine.pick("cpu", "auto")  # it keeps freed memory too, as train.py does
     rows, sets, data = load_recipe()

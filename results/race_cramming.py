@@ -119,7 +119,7 @@ def to_ours(state):
     return ours
 
 
-@machine.float32_products("high")
+@machine.training_kernels()
 def main():
     dev, amp_dtype = machine.pick("cpu", "auto")  # it keeps freed memory too, as train.py does
     rows, sets, data = load_recipe("config/crammed.py")

@@ -252,7 +252,7 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.n_full = config.n_layer - max(1, config.n_narrow)
         self.layers = nn.ModuleList(Block(config, first=i == 0) for i in range(config.n_layer))
-        self.residual_dtype = None  # of the sums in full layers, if not post-norm: see make_loss()
+        self.residual_dtype = None  # of the sums in full layers; train.Run may set it
         self.post_norm = config.post_norm
         self.final_norm = layer_norm(config) if config.final_norm else nn.Identity()
         self.rope = config.position_embedding == "rope"
@@ -361,9 +361,6 @@ def make_loss(model, device, amp_dtype):
     Other entries, of any name, become their means over a step: log.csv has the single numbers.
     Evaluations call it too: put an auxiliary loss or smoothed labels behind `if model.training`.
     A number that changes over the run must be a tensor, or each value is compiled."""
-    # a tenth fewer bytes to move, and no difference in three pairs of runs (results/race_day.csv)
-    if device.type == "cuda" and amp_dtype == torch.bfloat16:
-        model.model.residual_dtype = torch.bfloat16
 
     def loss_fn(ids, positions, labels):
         with mixed_precision(device, amp_dtype):

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from nanocram import safety, sources
-from nanocram.settings import assign, check, configure, recipes
+from nanocram.settings import adopt, check, configure, recipes
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
 from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
 
@@ -362,8 +362,8 @@ def report(count, seconds):
     length = count["characters"] / count["tokens"]
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
     print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
-    words = f"{count.get('words', 0):,} words"  # 0 in a folder that an older version began
-    print(f"tokens      {count['tokens']:,}, {length:.2f} characters each, {words}")
+    words = f"{length:.2f} characters each, {count['words']:,} words"
+    print(f"tokens      {count['tokens']:,}, {words}")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
     print(f"written     {data_dir} in {seconds:.1f} s")
     if count["not_utf8"]:
@@ -412,12 +412,7 @@ def adopt_vocabulary():
     """Set normalisation and vocab_size to those of tokenizer's; return its checksum."""
     path = Path(tokenizer) / "tokenizer.json"
     theirs = Tokenizer(path)
-    for name, value in (("normalisation", theirs.mode), ("vocab_size", theirs.vocab_size)):
-        if globals()[name] not in (value, SETTINGS[name]):
-            sys.exit(f"{name}={globals()[name]}, but {path} has {value}: type --{name}={value}")
-        if globals()[name] != value:
-            print(f"{name} = {value!r}  (of {tokenizer})")
-        assign(globals(), {name: value})
+    adopt(globals(), {"normalisation": theirs.mode, "vocab_size": theirs.vocab_size}, path)
     return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
@@ -462,10 +457,8 @@ def main():
     _lock = safety.lock(folder)  # until main() ends
     if (folder / "meta.json").exists():
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
-        if val_share in (0, meta.get("val_share")):  # if none is typed, any will do
+        if val_share in (0, meta["val_share"]):  # if none is typed, any will do
             wanted["val_share"] = meta["settings"]["val_share"]
-        if any(len(file) == 2 for file in meta["settings"]["files"]):  # older: without the time
-            wanted["files"] = [file[:2] for file in wanted["files"]]
         if other := differences(meta["settings"], wanted):
             sys.exit(f"{data_dir} was made with {other}: delete it or choose another --data_dir")
         print(f"{data_dir} is finished, with these settings: nothing to do")
@@ -481,8 +474,7 @@ def main():
             plan |= make_vocabulary(files, folder)
             safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
         print(f"held out    {100 * plan['val_share']:g} % of the documents")
-        # an older plan decides by the text alone
-        rule = {"val_share": plan["val_share"], "by_key": plan.get("by_key", False)}
+        rule = {name: plan[name] for name in ("val_share", "by_key")}
         states = process_batches(every, folder, rule)
         print("merging")
         report(finish(states, folder, wanted, rule), time.perf_counter() - begin)

@@ -12,15 +12,12 @@ Cramming, arXiv 2212.14034.
 """
 
 import math
-import os
-import shutil
 import sys
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from statistics import fmean
 
-from nanocram.settings import assign, check, configure, read_ranks, typed
+from nanocram.settings import adopt, check, configure, typed
 
 # fmt: off
 # the run
@@ -94,8 +91,6 @@ wandb_project = ""              # log to this project of wandb.ai too (pip insta
 samples = "auto"
 # fmt: on
 
-if __name__ == "__main__" and read_ranks()[0]:
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of torchrun's processes only one prints
 SETTINGS = configure(globals())  # {name: default}; before the slow imports, so that --help is quick
 
 import numpy as np
@@ -109,9 +104,9 @@ from nanocram.muon import Muon
 from nanocram.offload import Streamed, check_offload
 from nanocram.tokenizer import CLS, MASK, Tokenizer
 
-GO_ON = "the same command with --init=resume goes on from the last checkpoint, if there is one"
 UNIT = 256  # a micro_batch of 0: steps have a multiple of so many rows, whatever fits in a pass
 MAX_SKIPPED = 50  # skipped steps in a row that end a run; float16 needs some to find its loss scale
+signals = safety.Signals()
 
 # -----------------------------------------------------------------------------
 # Schedules: everything that changes over the run is a function of progress in [0, 1].
@@ -153,11 +148,6 @@ def row_shape(progress):
     return seq_len, max(1, round(seq_len * rate))
 
 
-def row_shapes():
-    """All values of row_shape() in a run, the largest first."""
-    return sorted({row_shape(i / 1000) for i in range(1001)}, reverse=True)
-
-
 # -----------------------------------------------------------------------------
 # State and clock
 
@@ -179,6 +169,7 @@ class State:
     last: dict = field(default_factory=dict)  # {name: number} of the last step alone
     sums: dict = field(default_factory=dict)  # {name: (steps, sum)} since the last line of log.csv
     longest_row: int = 0  # tokens of the longest rows in a step so far
+    finished_at: int = 0  # step at which a budget was over, and its end evaluated and saved
     tensors: dict = field(default_factory=dict)  # yours, such as a mean of the weights
     began_from: dict = field(default_factory=dict)  # {"model": a folder, **its trained_on}
 
@@ -189,21 +180,24 @@ class Clock:
 
     def __init__(self, state, n_rows):
         self.state, self.n_rows = state, n_rows
-        self.begun = now() - state.elapsed
+        self.begun = None
+
+    def start(self):
+        """From now on the seconds count."""
+        self.begun = now() - self.state.elapsed
 
     def elapsed(self):
         """Seconds of the budget that are used up."""
-        return now() - self.begun
+        return self.state.elapsed if self.begun is None else now() - self.begun
 
     @contextmanager
     def timed(self, kind):
         """Around a "step", an "eval" or a "save": its seconds are a forecast for the next one."""
         start = now()
         yield
-        seconds, usual = now() - start, self.forecast(kind)
-        if usual and seconds > 10 + 10 * usual and self.is_timed():
-            advice = "--init=resume with a larger budget makes up for it"
-            runlog.say(f"WARNING: a {kind} took {seconds:,.0f} s of the budget; {advice}")
+        seconds = now() - start
+        if self.is_timed():
+            runlog.warn_of_stall(kind, seconds, self.forecast(kind))
         self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
 
     def forecast(self, kind):
@@ -336,10 +330,7 @@ def train_step(run, progress):
 
     # sum the means and the gradients over the ranks
     weights = [p for p in run.model.parameters() if p.requires_grad]
-    for weight in weights:
-        if weight.grad is None:  # on a rank without a micro-batch
-            weight.grad = torch.zeros_like(weight)
-    parallel.all_reduce([*means.values(), *(weight.grad for weight in weights)])
+    parallel.sum_over_ranks(means, weights)
     torch.manual_seed(seed + state.step)  # from here on each rank does the same, chance included
 
     # clip the gradient; the norm of each row first: faster on a CPU, and more exact
@@ -379,88 +370,68 @@ def train_step(run, progress):
 # -----------------------------------------------------------------------------
 # The loop
 
-signals = safety.Signals()
-
 
 @signals  # the first Ctrl-C sets signals.stop, a second one ends the process
-@machine.float32_products("high")  # TF32, where there is such a thing
+@machine.training_kernels()
 def main():
     # settings, machine and data, before anything is written
     parallel.join(device)
     master_process = parallel.RANK == 0
     dev, amp_dtype = machine.pick(device, dtype)
     ckpt_path = Path(out_dir) / "ckpt.pt"
-    resumes, base = find_start(ckpt_path)
-    check_settings(dev, resumes)
-    meta = load_meta(data_dir, vocab_size=vocab_size, seq_len=seq_len)
-    is_ordered = meta["settings"].get("order") == "curriculum"
-    train_rows = Rows(Path(data_dir) / "train.bin", seq_len, dev, 0 if is_ordered else seed)
-    val_rows = Rows(Path(data_dir) / "val.bin", seq_len)
-    held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
-    tokenizer = Tokenizer(Path(data_dir) / "tokenizer.json")
-    if snapshots and "words" not in meta["counts"]:  # of an older prepare.py
-        sys.exit(f"{data_dir} has no count of its words: delete it and rerun prepare.py")
-
-    # the run: from scratch, from its checkpoint, or from the weights of another one
+    start = find_start(ckpt_path)  # None: fresh weights; ckpt_path; or a model folder
+    check_settings(dev, begun=start == ckpt_path)
+    rows, held_out_rows, meta, tokenizer = load_data(dev)
     _lock = safety.lock(out_dir) if master_process else None  # one writer a folder, to the end
-    run = Run(train_rows, meta, tokenizer, dev, amp_dtype)
-    state = run.state
-    if resumes:
-        checkpoint.load(run, ckpt_path)
-        run.saved_step = state.step
-    if base:
-        run.model.load_state_dict(base.state_dict())
-        state.began_from = {"model": init, **base.trained_on}
-        base = None  # free its memory
-    is_finished = runlog.read_facts(out_dir).get("finished_at_step") == state.step > 0
-    # a run that was stopped behind its last step gets its last evaluation and save
-    clock = Clock(state, len(train_rows))
-    most_rows = max_epochs * len(train_rows)
-    is_at_end = state.step == max_steps > 0 or 0 < state.rows_seen <= most_rows
-    only_ends = resumes and is_at_end and clock.progress() >= 1 and not is_finished
-    if not only_ends and clock.progress() >= 1:
-        exit_idle(clock, is_finished)
-    first_step = state.step
+
+    # a fresh run, and what it starts from
+    run = Run(rows, meta, tokenizer, dev, amp_dtype)
+    state, clock = run.state, run.clock
+    if start == ckpt_path:
+        checkpoint.load(run, start)
+    elif start:
+        state.began_from = {"model": init, **model_folder.load_into(run.model, start)}
+    exit_if_done(run, clock.progress())
     settings = {name: globals()[name] for name in SETTINGS}
     log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
 
     # the budget begins now, the schedules begin after compiling
-    run.clock = clock = Clock(state, len(train_rows))
+    clock.start()
     held_out_sets = set_up(run, held_out_rows)
     if master_process:
-        by_frequency = frequency_loss(train_rows, held_out_rows)
+        by_frequency = frequency_loss(rows, held_out_rows)
         log.write_facts(rows_per_pass=run.micro_batch, frequency_loss=by_frequency)
 
     while True:
         # where the run is, by rank 0's clock; a signal to any rank stops them all
         progress, stop = parallel.agree(clock.progress(), signals.stop)
-        last_turn = stop or progress >= 1
-        if last_turn and not stop and state.step == first_step and not only_ends:
-            exit_idle(clock, is_finished)
+        is_over = progress >= 1
+        exit_if_done(run, progress)  # setting up took what was left
 
         # rank 0 evaluates, logs and saves; the others wait for it in the next step's all_reduce
         if master_process:
             losses = {}
             eval_number = int(progress * max(1, evals))
             is_due = eval_number > state.evals_done and clock.has_room_for("eval")
-            if not stop and (is_due or last_turn):
+            if is_over or (is_due and not stop):
                 state.evals_done = eval_number
                 with clock.timed("eval"), eval_weights(run):
                     losses = evaluate(run, held_out_sets)
-                    if not last_turn:  # log.report() says it then
+                    if not is_over:  # log.report() says it then
                         log.say_evaluation(losses, eval_number)
             if losses or (state.step % log_every == 0 and not stop):
                 log.add_line(losses)
-            if last_turn or should_save(run):
+            if is_over or stop or should_save(run):
+                if is_over:
+                    state.finished_at = state.step
                 with clock.timed("save"):
                     is_saved = save(run, log)
 
-        if last_turn:
+        if is_over or stop:
             break
 
         rows_before = state.rows_seen
-        watched = edits.only_state_changes(run, globals(), in_pass=False)
-        with clock.timed("step"), fit.compile_errors(), watched:
+        with clock.timed("step"), fit.compile_errors():
             train_step(run, progress)
         if master_process:
             log.after_step(clock.progress())
@@ -492,7 +463,7 @@ class Run:
         # on a CPU more rows are no faster, and 256 of the paper's size take 25 GB
         self.micro_batch = self.small_pass = micro_batch or (UNIT if dev.type == "cuda" else 32)
         self.state = State()
-        self.clock = Clock(self.state, len(rows))  # main() starts another when the budget begins
+        self.clock = Clock(self.state, len(rows))
         self.saved_step = -1  # state.step at the last save
         self.saved_at = now()
         self.loss_like = {}  # {row_shape(): what loss_fn returns}, for ranks without a micro-batch
@@ -503,12 +474,15 @@ class Run:
         torch.manual_seed(seed)
         if offload:  # it stays in host memory, and its blocks stream through the device
             streamed = Streamed(model_config(), dev, amp_dtype, compile)
-            self.model, self.twin = streamed.model, streamed.twin  # which computes, on the device
+            self.model, computes = streamed.model, streamed.twin
         else:
-            self.model = self.twin = MaskedLM(model_config()).to(dev)
-        self.made = set(self.twin.parameters())  # by MaskedLM.__init__(): the loss reads no others
+            self.model = computes = MaskedLM(model_config()).to(dev)
+        # a tenth fewer bytes to move, no difference in three pairs of runs (results/race_day.csv)
+        if dev.type == "cuda" and amp_dtype == torch.bfloat16:
+            self.model.model.residual_dtype = torch.bfloat16
+        self.made = set(computes.parameters())  # by MaskedLM.__init__(): the loss reads no others
         shapes = [row_shape(i / 100) for i in range(100)]
-        self.flops_per_token = fmean(self.model.flops_per_token(*shape) for shape in shapes)
+        self.flops_per_token = np.mean([self.model.flops_per_token(*shape) for shape in shapes])
         self.loss_fn = make_loss(self.model, dev, amp_dtype)
         self.optimizers = build_optimizers(self.model, amp_dtype)
 
@@ -519,11 +493,7 @@ class Run:
         self.scaler.scale(torch.zeros((), device=where))
 
         # compile the model, at the first pass of each shape; Streamed compiles its blocks itself
-        torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
-        # each shape in two sizes, evaluations, and a few for edits
-        torch._dynamo.config.recompile_limit = 2 * len(row_shapes()) + 4
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
-        torch._dynamo.config.suppress_errors = False  # whatever the environment says
+        fit.prepare_compiler(len(row_shapes()))
         if compile and not offload:
             self.loss_fn = torch.compile(self.loss_fn, dynamic=False)
 
@@ -537,18 +507,22 @@ def model_config():
         sys.exit(str(e))
 
 
+def row_shapes():
+    """All values of row_shape() in a run, the largest first."""
+    return sorted({row_shape(i / 1000) for i in range(1001)}, reverse=True)
+
+
 def take_all_passes(run, held_out_rows):
     """A pass of each shape that the run will have, which compiles it; no weight changes, and the
     caller drops the gradients. Returns the seconds of a pass of training and of evaluation."""
 
     def forward_backward(shape):
-        with edits.only_state_changes(run, globals(), in_pass=True):
-            batch = masked_batch(run, run.state.rows_seen, run.micro_batch, shape)
-            losses = run.loss_fn(*batch)
+        batch = masked_batch(run, run.state.rows_seen, run.micro_batch, shape)
+        losses = run.loss_fn(*batch)
         edits.check_loss(run, losses["loss"])
         losses["loss"].backward()
         run.loss_like[shape] = {name: x.detach().float() for name, x in losses.items()}
-        return losses["loss"].item(), batch, edits.generators()
+        return losses["loss"].item(), edits.generators()
 
     # the largest shape twice more at the end, now that the gradients are in memory
     shapes = row_shapes()
@@ -567,10 +541,8 @@ def set_up(run, held_out_rows):
     # what is typed is obeyed; a size that divides no full step would be compiled for nothing
     largest = 0 if micro_batch or offload else math.gcd(state.largest_pass, batch_rows(1.0))
     seconds = fit.find_micro_batch(run, take_all_passes, held_out_rows, largest, signals)
-    if compile and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
-        names = [name for name in os.environ if "TORCH" in name and "DISABLE" in name]
-        what_stops_it = ", ".join(names) or "what disables it"
-        print(f"WARNING: torch compiles nothing: unset {what_stops_it}, or type --compile=False")
+    if compile:
+        fit.warn_if_not_compiled()
     sets = held_out(held_out_rows, run.small_pass)
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured
@@ -611,16 +583,20 @@ def evaluate(run, held_out_sets):
     return losses
 
 
-def exit_idle(clock, is_finished):
-    """Exit: the budget has no room for another step."""
-    step, rows = clock.state.step, clock.state.rows_seen + batch_rows(1.0)
-    more = f"--budget_hours={math.ceil(1000 * budget_hours - clock.left() / 3.6) / 1000}"
+def exit_if_done(run, progress):
+    """Exit if the budget has no room for another step, and its end was evaluated and saved."""
+    state = run.state
+    has_folder = Path(out_dir, "model.safetensors").exists() or state.step == 0
+    if progress < 1 or state.step != state.finished_at or not has_folder:
+        return
+    more = f"--budget_hours={math.ceil(1000 * budget_hours - run.clock.left() / 3.6) / 1000}"
     if max_epochs:
-        more = f"--max_epochs={math.ceil(100 * rows / clock.n_rows) / 100}"
-    if step >= max_steps > 0:
-        more = f"--max_steps={step + 1}"
-    said = f"the budget ends at step {step:,}: to go on, type {more} or more"
-    if init == "auto" and is_finished:  # which is no error
+        rows = state.rows_seen + batch_rows(1.0)
+        more = f"--max_epochs={math.ceil(100 * rows / len(run.rows)) / 100}"
+    if state.step >= max_steps > 0:
+        more = f"--max_steps={state.step + 1}"
+    said = f"the budget ends at step {state.step:,}: to go on, type {more} or more"
+    if init == "auto" and state.step:  # which is no error
         code = machine.code_hash()
         is_ours = runlog.read_facts(out_dir).get("code", code).startswith(code)
         print(said if is_ours else f"{said}; it was trained by other code")
@@ -658,14 +634,17 @@ def save(run, log):
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
     if run.state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
-        runlog.say(f"WARNING: nothing is saved after the skipped steps at the end: {GO_ON}")
+        advice = "type --init=resume, which goes on before them"
+        runlog.say(f"WARNING: nothing is saved after the skipped steps at the end: {advice}")
         return False
     try:
-        run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
-        checkpoint.save(run, log.folder / "ckpt.pt", optimizer_name=optimizer)
+        checkpoint.check_finite(run.model)
         save_model(run, log.folder)
         runlog.plot(log.folder)
         runlog.write_card(log.folder)
+        # the checkpoint last: after a kill before it, a resume comes here once more
+        run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
+        checkpoint.save(run, log.folder / "ckpt.pt", optimizer_name=optimizer)
     except (OSError, RuntimeError, ValueError) as e:
         runlog.say(f"WARNING: cannot save to {log.folder}: {safety.disk_error(e)}")
         return False
@@ -675,51 +654,56 @@ def save(run, log):
 
 def save_snapshots(run, folder, rows_before):
     """Keep a copy in folder/chck_NM if the last step reached N million words."""
-    per_row = run.meta["counts"].get("words", 0) / len(run.rows) / 1e6
+    per_row = run.meta["counts"]["words"] / len(run.rows) / 1e6
     for n in map(float, filter(None, snapshots.split(","))):
         if rows_before * per_row < n <= run.state.rows_seen * per_row:
             copy = folder / f"chck_{n:g}M"
             with runlog.extra(f"copy of the model in {copy}"):
                 save_model(run, copy)
                 for path in folder.glob("tokenizer*.json"):
-                    shutil.copy(path, copy)
+                    (copy / path.name).write_bytes(path.read_bytes())
                 runlog.say(f"step {run.state.step:,}: {copy}")
 
 
-def find_start(path):
-    """(whether the run resumes from path, the MaskedLM that it begins from or None), by init."""
+def load_data(dev):
+    """(Rows to train on, held-out rows (N, T), meta.json, Tokenizer) of data_dir."""
+    folder = Path(data_dir)
+    meta = load_meta(folder, vocab_size=vocab_size, seq_len=seq_len)
+    is_ordered = meta["settings"]["order"] == "curriculum"
+    rows = Rows(folder / "train.bin", seq_len, dev, 0 if is_ordered else seed)
+    val_rows = Rows(folder / "val.bin", seq_len)
+    held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
+    return rows, held_out_rows, meta, Tokenizer(folder / "tokenizer.json")
+
+
+def find_start(ckpt_path):
+    """What init names: ckpt_path, if it is to be resumed, a model folder, or None. The settings of
+    the architecture become its."""
     words = ("scratch", "resume", "auto")
     begun = runlog.read_facts(out_dir).get("settings", {}).get("init", "scratch")
-    if init in ("resume", "auto") and begun not in words and not path.exists():
+    if init in ("resume", "auto") and begun not in words and not ckpt_path.exists():
         sys.exit(f"{out_dir} has no checkpoint yet: type --init={begun} again")
-    _, any_rank_has_one = parallel.agree(0.0, path.exists())
+    _, any_rank_has_one = parallel.agree(0.0, ckpt_path.exists())
     if init == "resume" or (init == "auto" and any_rank_has_one):
-        take_architecture(checkpoint.read_config(path), path)
-        return True, None
+        take_architecture(checkpoint.read_config(ckpt_path), ckpt_path)
+        return ckpt_path
     if init in words:
-        return False, None
+        return None
     if Path(init).resolve() == Path(out_dir).resolve():
         sys.exit(f"init={init} is out_dir: choose another --out_dir, or --init=resume")
-    base = model_folder.load_for_rows(init, data_dir)
-    take_architecture(asdict(base.config), init)
-    return False, base
+    take_architecture(model_folder.config_for_rows(init, data_dir), init)
+    return Path(init)
 
 
 def take_architecture(config, path):
-    """Set the settings that weights are bound to as config, of the model at path, has them. Exits
-    if others were typed: a flag is meant, a default or a recipe may be another run's."""
+    """Adopt what weights are bound to from config, of the model at path."""
     config = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING} | config
     if config["position_embedding"] != "learned":  # no table of weights ends there
         is_typed = "max_seq_len" in typed
         config["max_seq_len"] = max_seq_len if is_typed else max(config["max_seq_len"], seq_len)
     bound = SETTINGS.keys() - FOR_TRAINING
-    other = {k: v for k, v in config.items() if k in bound and v != globals()[k]}
-    flags = [f"--{k}={v}" for k, v in other.items() if k in typed]
-    if flags:
-        sys.exit(f"{path} is of another model: type {' '.join(flags)}, or leave these out")
-    for name, value in other.items():
-        print(f"{name} = {value!r}, as {path} has it")
-    assign(globals(), other)  # the one place that changes settings
+    # the one place that changes settings
+    adopt(globals(), {k: v for k, v in config.items() if k in bound}, path)
 
 
 def check_settings(dev, begun=False):
@@ -756,20 +740,15 @@ def check_settings(dev, begun=False):
     if not all(n.strip().replace(".", "", 1).isdecimal() for n in snapshots.split(",") if n):
         sys.exit(f"snapshots={snapshots}: type millions of words, such as --snapshots=1,2.5")
     config = model_config()
-    try:
-        with torch.device("meta"):  # which takes no memory
-            model = MaskedLM(config)
-    except RuntimeError:  # an edit's .item(), for example: there are no numbers either
-        model = MaskedLM(config)
-    optimizers = build_optimizers(model, torch.float32)  # or exits
     edits.check_mixing(config, seq_len, begun)
     if offload:
-        check_offload(dev, optimizers, model)
+        check_offload(dev, config, build_optimizers)
         edits.check_streaming(config, seq_len, dev, begun)
 
 
 if __name__ == "__main__":
-    safety.run(main, out_dir, GO_ON, "type --init=resume and a smaller --micro_batch")
+    go_on = "the same command with --init=resume goes on from the last checkpoint, if there is one"
+    safety.run(main, out_dir, go_on, "type --init=resume and a smaller --micro_batch")
     # a stopped run ends a shell's loop, too; torchrun would begin it anew
     if signals.stop and not torch.distributed.is_torchelastic_launched():
         sys.exit(130)

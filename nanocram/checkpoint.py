@@ -9,12 +9,16 @@ import torch
 from nanocram.safety import first_line, write_beside
 
 
-def save(run, path, optimizer_name):
-    """Write a train.Run to path. Raises ValueError if a weight is not finite or State cannot be
-    read again, OSError or RuntimeError if the disk fails."""
-    for name, p in run.model.named_parameters():
+def check_finite(model):
+    """Raise ValueError if a weight is not finite: nothing should be saved."""
+    for name, p in model.named_parameters():
         if not torch.isfinite(p).all():
             raise ValueError(f"{name} has a value that is not finite")
+
+
+def save(run, path, optimizer_name):
+    """Write a train.Run to path. Raises ValueError if State cannot be read again, OSError or
+    RuntimeError if the disk fails."""
     ckpt = {
         "config": asdict(run.model.config),
         "optimizer": optimizer_name,
@@ -61,9 +65,9 @@ def load(run, path):
             o.load_state_dict(saved)
         if ckpt["scaler"]:
             run.scaler.load_state_dict(ckpt["scaler"])
-        state = {"rows_seen": ckpt["state"].get("row"), **ckpt["state"]}  # older ones say row
-        for name in state.keys() & {field.name for field in fields(run.state)}:
-            setattr(run.state, name, state[name])  # a field that is newer keeps its default
+        for name in ckpt["state"].keys() & {field.name for field in fields(run.state)}:
+            setattr(run.state, name, ckpt["state"][name])  # a newer field keeps its default
+        run.saved_step = run.state.step
         where = run.model.decoder.weight.device
         run.state.tensors = {k: t.detach().to(where) for k, t in run.state.tensors.items()}
     except Exception as e:  # there are many ways to be broken

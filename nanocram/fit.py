@@ -2,11 +2,29 @@
 
 import contextlib
 import gc
+import os
 import sys
 
 import torch
 
 from nanocram import parallel, safety
+
+
+def prepare_compiler(n_shapes):
+    """Let torch.compile take loss_fn in n_shapes shapes of rows, and say so if it cannot."""
+    torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
+    # each shape in two sizes, evaluations, and a few for edits
+    torch._dynamo.config.recompile_limit = 2 * n_shapes + 4
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # or all goes on uncompiled
+    torch._dynamo.config.suppress_errors = False  # whatever the environment says
+
+
+def warn_if_not_compiled():
+    """Behind the first passes: say what keeps torch from compiling."""
+    if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        names = [name for name in os.environ if "TORCH" in name and "DISABLE" in name]
+        what_stops_it = ", ".join(names) or "what disables it"
+        print(f"WARNING: torch compiles nothing: unset {what_stops_it}, or type --compile=False")
 
 
 @contextlib.contextmanager
@@ -36,6 +54,7 @@ def later_memory(run):
 def try_passes(run, take_passes, rows):
     """What take_passes() returns, or None if memory runs out; what it took is freed."""
     seconds = held = None
+    before = [buffer.clone() for buffer in run.model.buffers()]  # a BatchNorm's passes change them
     try:
         held = later_memory(run)
         with compile_errors():
@@ -49,6 +68,8 @@ def try_passes(run, take_passes, rows):
         if is_first_size and p.requires_grad and (p.grad is None or p not in taken):
             why = "nothing reads" if p.grad is None else "no optimiser holds"
             print(f"WARNING: {why} {name}, so it is not trained")
+    for buffer, was in zip(run.model.buffers(), before, strict=True):
+        buffer.copy_(was)
     # free the memory; inside of `except` the traceback would keep it
     del held
     run.model.zero_grad()

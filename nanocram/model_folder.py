@@ -7,7 +7,6 @@ transformers loads it with no code of ours. Another architecture keeps our own n
 """
 
 import json
-import re
 import shutil
 import sys
 from dataclasses import asdict, fields
@@ -61,30 +60,49 @@ SAME = {
     "classifier_bias": "head_bias",
     "decoder_bias": "decoder_bias",
 }
-# Its matrices that are several here: Muon orthogonalises each by itself. Wi was one until 3cbf21b.
+# Its matrices that are several here: Muon orthogonalises each by itself.
 JOINED = {".Wqkv.": (".Wq.", ".Wk.", ".Wv."), ".Wi.": (".Wi.", ".Wg.")}
-# Our names of the parameters and buffers that a ModernBERT has.
-TENSORS = re.compile(
-    r"(model\.embeddings\.(tok_embeddings|norm)|model\.final_norm|head\.(dense|norm)|"
-    r"model\.layers\.\d+\.(attn_norm|mlp_norm|attn\.W[qkvo]|mlp\.W[igo]))\.(weight|bias)|"
-    r"decoder\.bias|model\.rope_(cos|sin)"
-)
 
 
 def not_native(model):
     """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one.
 
     A switch that a fork has added must be at its default. An edit with neither a switch nor
-    parameters nor buffers is not seen, but by tests/test_model_folder.py."""
+    parameters nor buffers is not seen, but by tests/test_edit.py."""
     have = asdict(model.config)
     # without head_transform save() adds an identity_head()
     known = {*NATIVE, *SAME.values(), "head_transform", *FOR_TRAINING}
     native = NATIVE | {f.name: f.default for f in fields(model.config) if f.name not in known}
     native["n_narrow"] = min(have["n_narrow"], 1)  # one narrow layer computes what none does
     wrong = [f"{name}={have[name]}" for name in native if have[name] != native[name]]
+    if wrong:
+        return ", ".join(wrong)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    added = [name for name in tensors if not TENSORS.fullmatch(name)]
-    return ", ".join(wrong or added[:1])
+    found, wanted = {k: tuple(t.shape) for k, t in tensors.items()}, native_shapes(model.config)
+    other = [name for name in found if found[name] != wanted.get(name)]
+    other += [f"no {name}" for name in wanted if name not in found]  # a layer that is there twice
+    return "".join(other[:1])
+
+
+def native_shapes(config):
+    """{our name: shape} of the parameters and buffers of a ModernBERT of these sizes."""
+    V, C, inner = config.vocab_size, config.n_embd, config.n_inner
+    norm = (C,), config.norm_bias  # (shape of its weight, whether it has a bias)
+    square, wide, back = ((shape, config.linear_bias) for shape in ((C, C), (inner, C), (C, inner)))
+    block = {f"attn.W{name}": square for name in "qkvo"} | {"attn_norm": norm, "mlp_norm": norm}
+    block |= {"mlp.Wi": wide, "mlp.Wg": wide, "mlp.Wo": back}
+    modules = {"model.embeddings.norm": norm, "model.final_norm": norm}
+    for i in range(config.n_layer):
+        modules |= {f"model.layers.{i}.{name}": what for name, what in block.items()}
+    del modules["model.layers.0.attn_norm"]
+    if config.head_transform:
+        modules |= {"head.dense": ((C, C), config.head_bias), "head.norm": norm}
+    shapes = {f"{name}.weight": shape for name, (shape, _) in modules.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, (shape, has) in modules.items() if has}
+    shapes |= {"model.embeddings.tok_embeddings.weight": (V, C)}
+    shapes |= {"decoder.bias": (V,)} if config.decoder_bias else {}
+    rope = config.max_seq_len, C // config.n_head
+    return shapes | {"model.rope_cos": rope, "model.rope_sin": rope}
 
 
 def modernbert_config(config):
@@ -134,27 +152,35 @@ def load(folder, device="cpu"):
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
         config = ModelConfig(**spec["nanocram"])
         model = MaskedLM(config)
-        state = from_folder_keys(state, config, model.state_dict())
+        if spec["model_type"] == "modernbert":
+            state = from_folder_keys(state, config, model.state_dict())
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise ValueError(f"{folder} is no model folder of train.py: {reason}") from None
-    model.trained_on = spec.get("trained_on", {"sources": ["unknown text"]})  # of an older time
+    model.trained_on = spec.get("trained_on", {})
     return model.to(device).eval()
 
 
-def load_for_rows(folder, data_dir):
-    """load(), to train on rows of data_dir; exits if these are not of the folder's tokens."""
+def load_into(model, folder):
+    """Give a MaskedLM the weights in folder; return what these have read."""
+    theirs = load(folder)
+    model.load_state_dict(theirs.state_dict())
+    return theirs.trained_on
+
+
+def config_for_rows(folder, data_dir):
+    """The fields of its ModelConfig; exits if rows of data_dir are not of the folder's tokens."""
     try:
-        model = load(folder)
+        config = asdict(load(folder).config)
         vocabulary = Path(folder, "tokenizer.json").read_bytes()
     except (ValueError, OSError) as e:
         sys.exit(f"init must be scratch, resume, auto or a model folder: {e}")
     ours = Path(data_dir, "tokenizer.json")
     if not ours.exists() or ours.read_bytes() != vocabulary:
         sys.exit(f"{data_dir} has no rows of its tokens: give prepare.py --tokenizer={folder}")
-    return model
+    return config
 
 
 def to_folder_keys(state, config):
@@ -173,7 +199,7 @@ def from_folder_keys(state, config, ours):
     """The inverse of to_folder_keys(), for a model with our keys; raises ValueError if an
     identity_head() was trained."""
     for joined, names in JOINED.items():
-        for key in [key for key in ours if names[-1] in key and key not in state]:
+        for key in [key for key in ours if names[-1] in key]:
             parts = state.pop(key.replace(names[-1], joined)).chunk(len(names))
             for name, part in zip(names, parts, strict=True):
                 state[key.replace(names[-1], name)] = part

@@ -66,6 +66,14 @@ def all_reduce(tensors):
         tensor.copy_(part.view_as(tensor))
 
 
+def sum_over_ranks(means, weights):
+    """Sum the tensors of a dict and the gradients of weights over the ranks, in place."""
+    for weight in weights:
+        if weight.grad is None:  # on a rank without a micro-batch
+            weight.grad = torch.zeros_like(weight)
+    all_reduce([*means.values(), *(weight.grad for weight in weights)])
+
+
 def agree(progress, *flags):
     """(rank 0's progress, for each flag whether any rank has set it): the same on all ranks."""
     total = torch.tensor([progress if RANK == 0 else 0.0, *flags], dtype=torch.float64)

@@ -49,6 +49,13 @@ def new_folder(folder):
         folder.mkdir()
 
 
+def warn_of_stall(kind, seconds, usual):
+    """Warn where a "step", "eval" or "save" took far longer than the usual seconds, if known."""
+    if usual and seconds > 10 + 10 * usual:
+        advice = "--init=resume with a larger budget makes up for it"
+        say(f"WARNING: a {kind} took {seconds:,.0f} s of the budget; {advice}")
+
+
 def read_log(folder):
     """The lines of log.csv as [{column: number}], without empty fields and broken lines."""
     path = Path(folder) / "log.csv"

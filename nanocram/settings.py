@@ -45,6 +45,8 @@ def configure(namespace, argv=None, also=None):
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         with contextlib.suppress(AttributeError):
             getattr(sys, name).reconfigure(line_buffering=True, errors="replace")
+    if namespace["__name__"] == "__main__" and read_ranks()[0]:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of torchrun's processes only one prints
     own = find_settings(namespace)
     if argv is None and namespace["__name__"] != "__main__":
         return own
@@ -96,6 +98,18 @@ def assign(namespace, values):
     for name, value in values.items():
         namespace.setdefault("_given", {})[name] = own_value(namespace, name), value
         namespace[name] = value
+
+
+def adopt(namespace, values, path):
+    """Set settings as what is at path has them. Exits if others were typed: a flag is meant, a
+    default or a recipe may be another run's."""
+    other = {name: value for name, value in values.items() if value != namespace[name]}
+    flags = [f"--{name}={value}" for name, value in other.items() if name in typed]
+    if flags:
+        sys.exit(f"{path} has other values: type {' '.join(flags)}, or leave these out")
+    for name, value in other.items():
+        print(f"{name} = {value!r}, as {path} has it")
+    assign(namespace, other)
 
 
 def own_value(namespace, name):

@@ -167,10 +167,8 @@ class Tokenizer:
             steps = spec["normalizer"]
             self.mode = "ascii" if "Lowercase" in str(steps) else "plain" if steps else "none"
             self.normalise = functools.partial(normalise, mode=self.mode)
-            if steps != normaliser_steps(self.mode):  # an older file's: by the library, more slowly
-                from tokenizers import Tokenizer as Library
-
-                self.normalise = Library.from_file(str(path)).normalizer.normalize_str
+            if steps != normaliser_steps(self.mode):
+                raise ValueError("its text is normalised otherwise")
             split = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]
             if split != {"Regex": PATTERN}:  # many files of others have no normaliser either
                 raise ValueError("its words are split otherwise")

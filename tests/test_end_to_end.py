@@ -187,18 +187,19 @@ def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path
 
 
 def test_a_run_that_is_over_is_continued(finished, tmp_path, train, monkeypatch, capsys):
-    """What was lost after the last checkpoint is made from it."""
+    """A model folder that was deleted is made again."""
     out = shutil.copytree(finished, tmp_path / "out")
-    lost = ("model.safetensors", "config.json", "loss.png", "README.md")
-    for name in lost:
-        (out / name).unlink()
     facts = json.loads((out / "run.json").read_text())
     assert facts.pop("finished_at_step") == 60
     (out / "run.json").write_text(json.dumps(facts | {"code": "another"}))
-    put(monkeypatch, train, init="resume", max_steps=30, dropout=0.1)
-    with pytest.raises(SystemExit, match="type --max_steps=61 or more"):  # its rates never fell
-        train.main()
-    put(monkeypatch, train, max_steps=60)
+    put(monkeypatch, train, init="resume", dropout=0.1)
+    for most in (30, 60):
+        put(monkeypatch, train, max_steps=most)
+        with pytest.raises(SystemExit, match="type --max_steps=61 or more"):
+            train.main()
+    lost = ("model.safetensors", "config.json", "loss.png", "README.md")
+    for name in lost:
+        (out / name).unlink()
     put(monkeypatch, runlog, plot=PLOT)
     train.main()
     said = capsys.readouterr().out

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from conftest import error, padded_batch, random_model
-from safetensors.torch import load_file, save_file
 from test_model import architectures
 
 from nanocram.model_folder import load, not_native, save
@@ -38,16 +37,10 @@ def test_what_is_saved_is_loaded_and_what_is_called_a_modernbert_is_one(tmp_path
         # they compute angles in float32; a head that does nothing has one more norm
         allowed = 0.0 if model.config.head_transform else min(0.25, 3 * model.config.norm_eps)
         assert error(exact, wanted) < 1e-4 + allowed
-    weights = load_file(tmp_path / "model.safetensors")
-    for key in [key for key in weights if ".mlp.Wg." in key]:  # until 3cbf21b a part of Wi
-        gate = weights.pop(key)
-        weights[key.replace("Wg", "Wi")] = torch.cat((weights[key.replace("Wg", "Wi")], gate))
-    save_file(weights, tmp_path / "model.safetensors")
-    assert torch.equal(found, load(tmp_path)(ids, attention_mask=mask))
 
 
 def test_what_is_no_modernbert_is_not_called_one(tmp_path):
-    """By its switches; or by parameters of an edit, without which transformers would load it."""
+    """By its switches, or by tensors that an edit has added, changed, or shares between layers."""
     for switches in ({}, {"n_narrow": 1}, {"head_transform": True, "linear_bias": True}):
         assert not_native(random_model(**switches)) == ""
     both = not_native(random_model(position_embedding="learned", n_narrow=2))
@@ -58,6 +51,12 @@ def test_what_is_no_modernbert_is_not_called_one(tmp_path):
         assert not_native(model) == f"{place}.{name}.weight".lstrip(".")
         save(model, tmp_path)
         assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "nanocram"
+    model = random_model()
+    model.model.layers[2] = model.model.layers[1]
+    assert not_native(model).startswith("no model.layers.2.")
+    model = random_model()
+    model.model.layers[1].mlp.Wo.weight = torch.nn.Parameter(torch.ones(32, 25))
+    assert not_native(model) == "model.layers.1.mlp.Wo.weight"
 
 
 def refused(folder, match):

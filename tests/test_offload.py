@@ -74,7 +74,7 @@ def test_device_memory_holds_two_blocks(setting):
     """Of weights and of gradients, beside what is outside of the blocks; all of them aligned."""
     setting(offload=True, n_layer=5, n_embd=18, n_head=3, n_inner=27)
     run = new_run()
-    twins = list(run.twin.parameters())
+    twins = list(run.made)
     assert all(p.data_ptr() % 16 == 0 for p in twins)
     storages = {t.untyped_storage() for p in twins for t in (p, p.grad)}
     sizes = {storage.data_ptr(): storage.nbytes() // 4 for storage in storages}

@@ -1,0 +1,175 @@
+"""Run this after an edit: python -m pytest tests/test_edit.py
+
+What two short runs show of an edit of train.py or model.py that reads well and is wrong. No number
+of upstream's is in here: whatever you train, these hold.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from conftest import ROOT, SMALL_MODEL, error, flags, new_run, padded_batch, put, randomise
+from forked import Forked, two_ranks
+from torch.nn.functional import cross_entropy
+
+import train as module
+from model import Classifier, MaskedLM
+from nanocram import model_folder, runlog
+from nanocram.data import IGNORE, held_out
+
+SIZES = {"n_layer": 3, "zero_init": False, "micro_batch": 4, "batch_size": 16, "batch_start": 4}
+# Each stage of masking and of the batch, and more passes than a window that begins late has.
+SETTINGS = SMALL_MODEL | SIZES | {"max_steps": 6, "log_every": 1, "samples": ""}
+OF_BATCHES = ("running_mean", "running_var", "num_batches_tracked")  # what a BatchNorm keeps
+TRAIN = """
+import sys, train
+from nanocram import machine, runlog, settings
+machine.matmul_rate = lambda *where: 1e12
+runlog.plot = lambda folder: None
+*argv, last_step = sys.argv[1:]
+train_step = train.train_step
+
+def stepped(run, progress):
+    train_step(run, progress)
+    train.signals.stop = run.state.step == int(last_step)  # as by Ctrl-C
+
+train.train_step = stepped
+settings.configure(vars(train), argv)
+train.main()
+"""
+
+
+def settings_of_yours(**values):
+    """Those that train.py still has."""
+    return {name: value for name, value in values.items() if name in module.SETTINGS}
+
+
+def begin(out_dir, data_dir, first="", last_step=6, **other):
+    """A run in a process of its own, which stops behind a step."""
+    settings = settings_of_yours(**SETTINGS, **other, data_dir=data_dir, out_dir=out_dir)
+    return Forked(ROOT, first + TRAIN, "-", *flags(**settings), last_step)
+
+
+def course(out_dir):
+    """(weights and State.tensors of a run, its log but for columns of seconds, which end in _s)."""
+    ckpt = torch.load(out_dir / "ckpt.pt", weights_only=True)
+    lines = runlog.read_log(out_dir)
+    lines = [{k: v for k, v in line.items() if not k.endswith("_s")} for line in lines]
+    return ckpt["model"] | ckpt["state"]["tensors"], lines
+
+
+@pytest.fixture(scope="module")
+def whole(shared, data_dir):
+    """The folder of a run of six steps."""
+    return shared("whole", lambda folder: begin(folder / "out", data_dir).end()) / "out"
+
+
+def test_six_steps_are_three_and_three_resumed(whole, data_dir, tmp_path):
+    """And stopped once more, for what begins late. If not, the run keeps something where no
+    checkpoint has it (keep it in State, tensors in state.tensors), or draws from another generator
+    than torch's."""
+    begin(tmp_path / "out", data_dir, last_step=3).end()
+    begin(tmp_path / "out", data_dir, last_step=5, init="resume").end()
+    begin(tmp_path / "out", data_dir, init="resume").end()
+    (weights, lines), (wanted, wanted_lines) = course(tmp_path / "out"), course(whole)
+    assert lines == wanted_lines
+    for name, tensor in wanted.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_two_ranks_are_one(whole, data_dir, tmp_path):
+    """If not, the ranks do not do the same behind the sum of gradients, or the loss is no mean over
+    its micro-batch."""
+    begin(tmp_path / "out", data_dir, first=two_ranks()).end()
+    (weights, lines), (wanted, wanted_lines) = course(tmp_path / "out"), course(whole)
+    for line, other in zip(lines, wanted_lines, strict=True):
+        # held-out losses may read a BatchNorm's means, which each rank has of its own rows
+        names = [name for name in other if not name.startswith("val_")]
+        assert [line[name] for name in names] == pytest.approx(
+            [other[name] for name in names], 1e-3
+        )
+    for name, tensor in wanted.items():
+        assert name.endswith(OF_BATCHES) or error(weights[name], tensor) < 1e-3, name
+
+
+@pytest.fixture
+def run(train, monkeypatch):
+    """A fresh train.Run, in this process."""
+    put(monkeypatch, train, **settings_of_yours(**SETTINGS))
+    return new_run()
+
+
+def test_held_out_loss_is_the_mean_over_labels_in_nats(run):
+    """And to evaluate changes neither weights nor the held-out rows. If not, put what is for
+    training alone, in make_loss() or the model, behind `if model.training`."""
+    sets = held_out(run.rows.read(0, 20), 8)  # the last batch has rows without labels
+    before = {name: t.clone() for name, t in run.model.state_dict().items()}
+    batches = {rate: [[t.clone() for t in batch] for batch in sets[rate]] for rate in sets}
+    with module.eval_weights(run):
+        losses = module.evaluate(run, sets)
+        for rate, copies in batches.items():
+            with torch.no_grad():
+                logits = [run.model.eval()(ids, positions) for ids, positions, _ in copies]
+            logits, labels = torch.cat(logits).mT.double(), torch.cat([x[2] for x in copies])
+            wanted = cross_entropy(logits, labels, ignore_index=IGNORE)
+            assert losses[rate] == pytest.approx(wanted.item(), rel=1e-4)
+    for rate, copies in batches.items():
+        for batch, copy in zip(sets[rate], copies, strict=True):
+            assert all(map(torch.equal, batch, copy)), "an evaluation changes held-out rows"
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), f"an evaluation changes {name}"
+
+
+def test_each_parameter_has_one_optimiser_and_the_rate_that_is_logged(run):
+    groups = [group for o in run.optimizers for group in o.param_groups]
+    times = Counter(id(p) for group in groups for p in group["params"])
+    for name, p in run.model.named_parameters():
+        assert times.pop(id(p), 0) == 1, f"{name} is not in exactly one of run.optimizers"
+    assert not times, "an optimiser has a tensor that is no parameter of the model"
+    rates = {}
+
+    def look():
+        for group in groups:
+            rates[group["column"]] = max(group["lr"], rates.get(group["column"], 0.0))
+
+    for o in run.optimizers:
+        o.step = look
+    module.train_step(run, 0.5)
+    assert {column: run.state.last[column] for column in rates} == rates
+
+
+def test_fine_tuning_differs_from_evaluation_by_dropout_alone(run, monkeypatch):
+    """If not, what pre-training alone should do, such as skipping tokens or layers, fine-tuning
+    does too: switch it on in train.py, by an attribute of run.model, not by `self.training`."""
+    put(monkeypatch, module, **settings_of_yours(dropout=0.0))
+    model = randomise(MaskedLM(module.model_config()))
+    ids, mask = padded_batch(64)
+    for pooling in ("cls", "mean"):
+        net = Classifier(model, 3, dropout=0.0, pooling=pooling).train()
+        for part in net.modules():  # torch's own may take the mean of a batch
+            part.train(part.training and not hasattr(part, "running_mean"))
+        trained = [net(ids, mask) for _ in range(8)]
+        for outputs in trained:
+            assert error(outputs, net.eval()(ids, mask)) < 1e-4
+
+
+def test_the_saved_folder_gives_the_logits_of_the_run(run, tmp_path):
+    """By load(), and by transformers where config.json says ModernBERT. If not there, add a switch
+    to ModelConfig: not_native() in nanocram/model_folder.py compares it with its default."""
+    randomise(run.model)
+    ids, mask = padded_batch(100)
+    with module.eval_weights(run), torch.no_grad():
+        module.save_model(run, tmp_path)
+        wanted = run.model.eval()(ids, attention_mask=mask)[mask.bool()]
+    found = model_folder.load(tmp_path)(ids, attention_mask=mask)[mask.bool()]
+    assert error(found, wanted) < 1e-5
+    if json.loads((tmp_path / "config.json").read_text())["model_type"] == "modernbert":
+        transformers = pytest.importorskip("transformers", reason="it reads no folder here")
+        theirs, info = transformers.AutoModelForMaskedLM.from_pretrained(
+            tmp_path, output_loading_info=True
+        )
+        assert not info["missing_keys"] | info["unexpected_keys"] | info["mismatched_keys"]
+        with torch.no_grad():
+            found = theirs(ids, attention_mask=mask).logits[mask.bool()]
+        assert error(found, wanted) < 2e-3

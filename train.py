@@ -642,6 +642,7 @@ def save(run, log):
         save_model(run, log.folder)
         runlog.plot(log.folder)
         runlog.write_card(log.folder)
+        log.write_facts(finished_at_step=run.state.finished_at or None)
         # the checkpoint last: after a kill before it, a resume comes here once more
         run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer_name=optimizer)

@@ -24,7 +24,7 @@ from nanocram.safety import first_line, say_once
 def object_to(said, check, only_warn):
     """Exit with said, or print it as a warning: no check ends a resume of what it let begin.
     check: what to delete to switch it off."""
-    said = f"{said}; if you mean it, delete {check}"
+    said = f"{said} (see python -m pytest tests/test_edit.py); if you mean it, delete {check}"
     if not only_warn:
         sys.exit(said)
     say_once(f"WARNING: {said}")

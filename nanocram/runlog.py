@@ -302,7 +302,6 @@ class Log:
         self.warn_if_none_learnt(losses)
         self.say_guesses(self.sentences)
         if is_saved:
-            self.write_facts(finished_at_step=state.step)
             say(f"{self.folder}: the model, log.csv, run.json, loss.png, ckpt.pt")
 
 

@@ -1,6 +1,7 @@
 """What a day may bring to train.py: kills, full disks, signals, damaged checkpoints."""
 
 import functools
+import math
 import os
 import pickle
 import random
@@ -19,9 +20,10 @@ import train as module
 from nanocram import model_folder, runlog
 
 
-def start(out, data_dir, **changes):
+def start(out, data_dir, first="", **changes):
     """train.py as a process of its own."""
-    return begin("train.py", **SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes)
+    settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes
+    return begin("train.py", first=first, **settings)
 
 
 def saved_at(out):
@@ -73,6 +75,47 @@ def test_kill_9_at_any_moment(tmp_path, data_dir):
         start(folder, data_dir, init="auto", **last).end()
     assert {p.name for p in out.iterdir()} == {p.name for p in undisturbed.iterdir()}
     assert result(out) == result(undisturbed)
+
+
+# The clock goes on at each look at it; in the end, behind the model folder, comes kill -9.
+TICKS = """
+import itertools, os
+from nanocram import checkpoint, machine
+ticks = itertools.count()
+machine.now = lambda: next(ticks) / 10
+"""
+KILLED = """
+save = checkpoint.save
+
+def save_or_die(run, *where, **how):
+    if not run.state.finished_at or AFTER:
+        save(run, *where, **how)
+    if run.state.finished_at:
+        os.kill(os.getpid(), 9)
+
+checkpoint.save = save_or_die
+"""
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_run_that_is_killed_at_its_end_loses_nothing(tmp_path, data_dir, after):
+    """By the clock: before or after the last checkpoint. What is lost a resume does once more."""
+    out, settings = tmp_path / "out", {"budget_hours": 30 / 3600, "samples": "", "evals": 1}
+    first = TICKS + KILLED.replace("AFTER", str(after))
+    start(out, data_dir, first, **settings).end(-signal.SIGKILL)
+    killed_at = whole(out)["step"]
+    assert (killed_at == runlog.read_log(out)[-1]["step"]) == after
+    for hours, last in ((1 / 3600, killed_at), (30 / 3600, math.inf)):  # used up; and as it was
+        again = {"init": "resume", "budget_hours": hours}
+        said = start(out, data_dir, TICKS, **settings | again).end(int(after))
+        assert ("type --budget_hours=" in said) == after
+        state, line = whole(out), runlog.read_log(out)[-1]
+        assert killed_at <= state["step"] == state["finished_at"] == line["step"] <= last
+        assert "val_loss_15" in line
+        assert runlog.read_facts(out)["finished_at_step"] == line["step"]
+        kept = torch.load(out / "ckpt.pt", weights_only=True)["model"]
+        saved = model_folder.load(out).state_dict()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in kept.items())
 
 
 FULL_DISK = """

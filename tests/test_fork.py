@@ -285,12 +285,12 @@ def test_a_second_head(fork):
     second = "        self.second = nn.Linear(config.n_embd, 3)\n"
     fork.edit("model.py", MADE, second + MADE + "        nn.init.zeros_(self.second.weight)\n")
     fork.train(max_steps=1)
-    assert "WARNING: nothing reads second.weight, " in fork.said
+    assert "reads second.weight and 1 more parameters, " in fork.said
     fork.edit("model.py", DECODED, BOTH)
     fork.edit("model.py", PASSED, PASSED + TAKEN)
     fork.edit("model.py", LOSS, SECOND + LOSS.replace("}", ' + 0.1 * second, "second": second}'))
     (_, *rows), ckpt = fork.train()
-    assert "nothing reads" not in fork.said
+    assert "second.weight" not in fork.said
     assert float(rows[0]["second"]) == pytest.approx(math.log(3), rel=1e-4)
     assert "second.weight" in ckpt["model"] and fork.model_type() == "nanocram"
     fork.train("offloaded", offload=True, optimizer="adamw")

@@ -1,9 +1,5 @@
-"""Texts out of files: .txt, .log, .jsonl, .json, .csv, .tsv (each also .gz or .zst) and .parquet.
+"""Texts out of files: .txt, .log, .jsonl, .json, .csv, .tsv (also .gz or .zst), .parquet."""
 
-A file of the Hub is streamed in blocks as if it lay here.
-"""
-
-import contextlib
 import csv
 import gzip
 import io
@@ -19,13 +15,6 @@ HUB = "hf://"  # how the address of a Hub file begins
 BLOCK = 16 << 20  # bytes of a Hub file in one request; the next one comes while one is read
 CELL = 1 << 24  # characters of a cell at most; a longer one is a quote that nothing closes
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
-
-# what makes a .csv of RFC 4180 of a table with other quotes; backslashes before no quote stay
-LINES = 'open(0, encoding="utf-8-sig", newline="")'
-ESCAPED_LINES = rf'(re.sub(r"(\\+)(?![\\\"])", r"\1\1", line) for line in {LINES})'
-ROWS = "csv.reader({}, strict=True, delimiter={})"
-SCRIPT = f"import csv, re, sys; csv.writer(sys.stdout).writerows({ROWS})"
-AS_CSV = f"type python -c '{SCRIPT}' < OLD > NEW.csv"
 
 
 def file_kind(path):
@@ -45,7 +34,6 @@ def hub():
 
 def hub_files(name):
     """[[address, bytes]] of the training files of a Hub data set, NAME or NAME:CONFIG, as of now.
-
     Raises ValueError where it has no training split or files of a kind that is not read."""
     import datasets
 
@@ -57,8 +45,7 @@ def hub_files(name):
     if "train" not in splits:
         raise ValueError(f"it has no split 'train', but {', '.join(map(str, splits)) or 'none'}")
     files = [str(file) for file in splits["train"]]
-    unknown = [file for file in files if not file_kind(file)]
-    if unknown:
+    if unknown := [file for file in files if not file_kind(file)]:
         raise ValueError(f"{unknown[0]} is of no kind that is read")
     folders = sorted({os.path.dirname(file) for file in files})
     sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in fs.ls(name)}
@@ -81,19 +68,18 @@ def explain(error):
 
 
 def files_in(folder):
-    """What to type to read the files of a folder."""
+    """What to type to read the files of a folder, or what the datasets library saved in it."""
     some = itertools.islice(Path(folder).rglob("*"), 10000)
     paths = sorted(some, key=lambda path: ("train" not in path.parts, path))
-    saved = next((path.parent for path in paths if path.suffix == ".arrow"), None)
-    if saved:  # by the datasets library
-        table = f'datasets.load_from_disk("{saved}").to_parquet("{saved}.parquet")'
+    if saved := [path.parent for path in paths if path.suffix == ".arrow"]:
+        table = f'datasets.load_from_disk("{saved[0]}").to_parquet("{saved[0]}.parquet")'
         return f"type python -c 'import datasets; {table}', and name the new file"
     found = next((path for path in paths if file_kind(path.name)), Path(folder, "a.txt"))
     return f"name its files, as in '{found.with_stem('*')}'"
 
 
 def open_bytes(path):
-    """A file here or on the Hub, to read and to seek in."""
+    """A file to read and to seek in; one of the Hub is streamed in blocks as if it lay here."""
     if not path.startswith(HUB):
         return open(path, "rb")
     ahead = {"cache_type": "background", "cache_options": {"maxblocks": 4}}
@@ -102,7 +88,6 @@ def open_bytes(path):
 
 def read_texts(file, path, column, by_line=False):
     """The documents of an open file, each a str; "" for a record without text.
-
     Raises ValueError with the line where it is broken, or whatever a reader raises."""
     if file_kind(path) == "text":
         return filter(str.strip, split_documents(open_text(file, path), by_line))
@@ -114,8 +99,7 @@ def read_rows(file, path, types):
     """Yield the values of each record of an open file, by {column: types that it may have}."""
     readers = {"csv": table_rows, "tsv": table_rows, "json": json_rows, "parquet": parquet_rows}
     if file_kind(path) not in readers:
-        kinds = ".csv (in Excel: CSV UTF-8), .tsv, .jsonl, .json or .parquet"
-        raise ValueError(f"it has no columns: make it a {kinds}")
+        raise ValueError("it has no columns: make it a .csv (in Excel: CSV UTF-8), .tsv or .jsonl")
     return readers[file_kind(path)](file, path, types)
 
 
@@ -129,28 +113,22 @@ def open_text(file, path):
         file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     file = io.BufferedReader(file, 1 << 20)
     begin = file.peek(2)
-    new = f"OLD > NEW{os.path.splitext(re.sub('.(gz|zst)$', '', path.lower()))[1]}"
     if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in begin:
-        advice = f"iconv -f UTF-16 -t UTF-8 {new}, with no BOM -f UTF-16LE"
+        advice = "iconv -f UTF-16 -t UTF-8 OLD > NEW, with no BOM -f UTF-16LE"
         raise ValueError(f"it looks like UTF-16: type {advice}")
-    is_table = file_kind(path) in ("csv", "tsv")
-    if is_table and b"\r" in begin and b"\n" not in begin:
-        raise ValueError(f"its lines end in a bare CR: type tr '\\r' '\\n' < {new}")
-    newline = "\n" if is_table else ""  # a row may hold a lone \r
+    newline = "\n" if file_kind(path) in ("csv", "tsv") else ""  # a row may hold a lone \r
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline=newline)
 
 
 def split_documents(file, by_line=False):
-    """Yield documents: one ends at a blank line, or at each line if by_line, or at MAX_DOCUMENT
-    characters. Some may be blank."""
-    document, size = [], 0
+    """Yield documents, some blank; they end at blank lines, or at all lines, or at MAX_DOCUMENT."""
+    document = ""
     while line := file.readline(MAX_DOCUMENT):
-        document.append(line)
-        size += len(line)
-        if by_line or not line.strip() or size >= MAX_DOCUMENT:
-            yield "".join(document)
-            document, size = [], 0
-    yield "".join(document)
+        document += line
+        if by_line or not line.strip() or len(document) >= MAX_DOCUMENT:
+            yield document
+            document = ""
+    yield document
 
 
 def json_rows(file, path, types):
@@ -160,99 +138,63 @@ def json_rows(file, path, types):
     is_list = first.lstrip().startswith("[")
     parts = json.loads(first + file.read()) if is_list else itertools.chain([first], file)
     names = None
-    for number, record in enumerate(parts, 1):
+    numbered = (pair for pair in enumerate(parts, 1) if is_list or pair[1].strip())
+    for number, part in numbered:
         try:
-            if not is_list:
-                if not record.strip():
-                    continue
-                record = read_object(record, file, types)
+            record = part if is_list else json.loads(part.rstrip())
             if not isinstance(record, dict):
                 raise ValueError(f"{json.dumps(record):.40} is no object: take it out")
             names = names or check_columns(types, record)
             yield [check_type(record.get(name), name, types[name]) for name in types]
-        except ValueError as e:  # of a JSONDecodeError its msg, without a line within the line
-            where = f"record {number}" if is_list else f"line {number}"
-            where += f", column {e.colno} is no whole object" if hasattr(e, "colno") else ""
-            raise ValueError(f"{where}: {getattr(e, 'msg', e)}") from None
-
-
-def read_object(line, file, types):
-    """The value of a line. Raises ValueError, with what helps if it goes on in the next ones."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        text, value, end = (line + file.read(1 << 26)).strip(), None, 0
-        with contextlib.suppress(ValueError):
-            value, end = json.JSONDecoder().raw_decode(text)
-        if isinstance(value, dict) and "\n" in text[:end]:
-            check_columns(types, value)
-            raise ValueError("an object of several lines: type jq -c . OLD > NEW.jsonl") from None
-        raise
+        except json.JSONDecodeError as e:
+            why = f"line {number}, column {e.colno} is no whole object: {e.msg}"
+            if e.pos == len(e.doc):
+                why += "; if it goes on in the next line, type jq -c . OLD > NEW.jsonl"
+            raise ValueError(why) from None
+        except ValueError as e:
+            raise ValueError(f"{'record' if is_list else 'line'} {number}: {e}") from None
 
 
 def table_rows(file, path, types):
     """Rows of a table. A .csv is as RFC 4180 has it; in a .tsv a line is a row, a quote is text."""
-    file, is_csv = open_text(file, path), file_kind(path) == "csv"
-    header, above, delimiter = file.readline(), 0, "\t"
-    if is_csv:
-        bare = re.sub('"[^"]*"', "", header)
+    file, is_tsv = open_text(file, path), file_kind(path) == "tsv"
+    header = file.readline()
+    if "\r" in header.rstrip("\r\n"):
+        raise ValueError(f"its lines end in CR: type tr '\\r' '\\n' < OLD > NEW.{file_kind(path)}")
+    lines = itertools.chain([header], file)
+    if is_tsv:
+        rows = (line.rstrip("\r\n").split("\t") for line in lines)
+        rule = "in a .tsv a line is a row, a quote is text: if quotes enclose cells, rename it .csv"
+    else:
+        bare = re.sub('"[^"]*"', "", header).strip("\r\n") or header
         delimiter = next((sign for sign in ",;\t|" if sign in bare), ",")
-        if of_excel := re.fullmatch(r'"?sep=(.)"?\s*', header, re.IGNORECASE):
-            delimiter, header, above = of_excel[1], file.readline(), 1
-        if delimiter != ",":
-            say_once(f"{path}: its cells are separated by {delimiter!r}, as in its header")
-    sign = re.escape(delimiter)
-    escaped = re.compile(rf'\\"[^"{sign}\r\n]')
-    late_quote = re.compile(rf'(^|{sign}) +"[^"{sign}\r\n]')
-    # the begin or the end of a quoted cell with a line break; quotes within are doubled
-    torn = re.compile(r'[^"\t]*(""[^"\t]*)*"(\t|$)|(.*\t)?"[^"\t]*(""[^"\t]*)*$')
-    if_quoted = f"if its cells are quoted, {AS_CSV.format(LINES, json.dumps(delimiter))}"
-    escapes = rf'{json.dumps(delimiter)}, escapechar="\\", doublequote=False'
-    if_escaped = f'if \\" stands for a quote, {AS_CSV.format(ESCAPED_LINES, escapes)}'
-
-    def check_quotes(line):
-        if is_csv and ' "' in line and late_quote.search(line):
-            raise csv.Error("a space stands before a quote")
-        if '\\"' in line and escaped.search(line):
-            say_once(f'{path}: \\" stays as it is; {if_escaped}')
-        cells = [] if is_csv or '"' not in line else line.strip().split("\t")
-        quoted = [cell[1:-1] for cell in cells if len(cell) > 1 and cell[0] == cell[-1] == '"']
-        if len(cells) == len(quoted) > 1 or any('""' in cell for cell in quoted):
-            say_once(f"{path}: quotes around cells stay as they are; {if_quoted}")
-        return line
-
-    csv.field_size_limit(CELL)
-    lines = map(check_quotes, itertools.chain([header], file))
-    by_tabs = (line.rstrip("\r\n").split("\t") for line in lines)
-    rows = csv.reader(lines, delimiter=delimiter, strict=True) if is_csv else by_tabs
-    names, begin = None, above + 1  # the line where the row begins
+        csv.field_size_limit(CELL)
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        rule = f"quote a cell that has {delimiter!r}, a quote or a line break, with no space "
+        rule += 'outside, and double the quotes in it ("" and not \\")'
+    quoted_cell = re.compile(("" if is_tsv else " +") + '"[^"]*(""[^"]*)*"?$')  # or its first line
+    names, begin = None, 1  # the line where the row begins
     try:
         for cells in rows:
-            if not any(cells):
-                pass  # a blank line
-            elif names is None:
+            if not any(cells) or (not names and cells[0][:4].lower() == "sep="):
+                pass  # a blank line, or Excel's first one
+            elif not names:
                 names = [name.strip() for name in cells]
-                advice = "if the first line is no header, put one above it"
-                advice = if_quoted if not is_csv and header.startswith('"') else advice
-                check_columns(types, names, f"; {advice}")
+                hint = rule if '"' in "".join(names) else "if line 1 is no header, put one above it"
+                check_columns(types, names, f"; {hint}")
                 places = [names.index(column) for column in types]
-                n_named = max(i for i, name in enumerate(names, 1) if name)
-            elif len(cells) > len(names) or any(cells[n_named:]):
-                raise csv.Error(f"it has {len(cells)} cells, and the header {n_named}")
-            elif not is_csv and len(cells) < len(names) and torn.match("\t".join(cells)):
-                raise csv.Error("a .tsv has no quoted cells")
+                width = max(i for i, name in enumerate(names, 1) if name)
+            elif len(cells) > len(names) or any(cells[width:]) or (is_tsv and len(cells) < width):
+                raise csv.Error(f"it has {len(cells)} cells, and the header {width}")
             else:
+                if any(map(quoted_cell.match, cells)):
+                    say_once(f"{path}: some quotes around cells stay as they are: {rule}")
                 yield [cells[i] if i < len(cells) else None for i in places]
-            begin = above + rows.line_num + 1 if is_csv else begin + 1
+            begin = begin + 1 if is_tsv else rows.line_num + 1
     except csv.Error as e:
-        rule = f"quote a cell that has {delimiter!r}, a quote or a line break; double its quotes"
-        if "field limit" in str(e):
-            e, rule = f"a cell has more than {CELL:,} characters", "close its quote, or use .jsonl"
-        if "new-line character" in str(e):
-            e, rule = "a bare CR stands in it", "type tr '\\r' '\\n' < OLD > NEW.csv"
-        if "expected after" in str(e):
-            rule = f"double a cell's quotes; {if_escaped}"
-        raise ValueError(f"line {begin}: {e}: {rule if is_csv else if_quoted}") from None
+        plain = {"new-line": "a bare CR stands in it", "end of data": "its quote is never closed"}
+        why = next((words for part, words in plain.items() if part in str(e)), e)
+        raise ValueError(f"line {begin}: {why}: {rule}") from None
 
 
 def parquet_rows(file, _, types):
@@ -278,18 +220,16 @@ def check_type(value, column, types):
 
 
 def check_columns(columns, names, hint=""):
-    """Raise ValueError where a column is not in names, which may be an object with a list of those
-    that are meant, or is there twice. Returns names."""
+    """Return names, a list or an object; raise ValueError if a column is not in them, or twice."""
     for column in columns:
-        if column not in names:
-            for name, part in names.items() if isinstance(names, dict) else ():
-                first = part[0] if isinstance(part, list) and part else None
-                if isinstance(first, dict) and column in first:
-                    path = f".{name}[]" if name.isidentifier() else f".[{json.dumps(name)}][]"
-                    hint = f", or jq -c '{path}' OLD > NEW.jsonl"
-            have = " ".join(", ".join(map(str, names)).split())[:300]
-            option = "--text_column=NAME" + " or --label_column=NAME" * (len(columns) > 1)
-            raise ValueError(f"no column {column!r}, it has {have}: type {option}{hint}")
         if list(names).count(column) > 1:
             raise ValueError(f"two columns are named {column!r}: rename one")
+        if column in names:
+            continue
+        for name, part in names.items() if isinstance(names, dict) else ():
+            if isinstance(part, list) and part and isinstance(part[0], dict) and column in part[0]:
+                hint = f", or jq -c '.[{json.dumps(name)}][]' OLD > NEW.jsonl"
+        have = " ".join(", ".join(map(str, names)).split())[:300]
+        option = "--text_column=NAME" + " or --label_column=NAME" * (len(columns) > 1)
+        raise ValueError(f"no column {column!r}, it has {have}: type {option}{hint}")
     return names

@@ -517,8 +517,7 @@ def take_all_passes(run, held_out_rows):
     caller drops the gradients. Returns the seconds of a pass of training and of evaluation."""
 
     def forward_backward(shape):
-        batch = masked_batch(run, run.state.rows_seen, run.micro_batch, shape)
-        losses = run.loss_fn(*batch)
+        losses = run.loss_fn(*masked_batch(run, run.state.rows_seen, run.micro_batch, shape))
         edits.check_loss(run, losses["loss"])
         losses["loss"].backward()
         run.loss_like[shape] = {name: x.detach().float() for name, x in losses.items()}
@@ -528,7 +527,8 @@ def take_all_passes(run, held_out_rows):
     shapes = row_shapes()
     passes = [machine.timed(run.device, forward_backward, s) for s in shapes + 2 * shapes[:1]]
     seconds, ends = zip(*passes, strict=True)
-    edits.check_repeats(run, ends[0], *ends[-2:])
+    losses, states = zip(ends[0], *ends[-2:], strict=True)
+    edits.check_repeats(run, losses, states[1:])  # the first pass compiles, perhaps by chance
     # all batches of evaluations have one shape
     batch = held_out(held_out_rows[: run.small_pass], run.small_pass)["val_loss_15"]
     evaluations = [machine.timed(run.device, estimate_loss, run, batch)[0] for _ in range(3)]
@@ -586,9 +586,10 @@ def evaluate(run, held_out_sets):
 def exit_if_done(run, progress):
     """Exit if the budget has no room for another step, and its end was evaluated and saved."""
     state = run.state
-    has_folder = Path(out_dir, "model.safetensors").exists() or state.step == 0
-    if progress < 1 or state.step != state.finished_at or not has_folder:
+    if progress < 1 or state.step != state.finished_at:
         return
+    if state.step and not Path(out_dir, "model.safetensors").exists():
+        return  # the end once more makes what was deleted
     more = f"--budget_hours={math.ceil(1000 * budget_hours - run.clock.left() / 3.6) / 1000}"
     if max_epochs:
         rows = state.rows_seen + batch_rows(1.0)

@@ -89,23 +89,22 @@ def check_mixing(config, T, begun=False):
             b = b if a.shape == b.shape else gather_positions(b, positions)
             changes.append((a - b).norm(dim=-1).max() / b.norm(dim=-1).mean().clamp(min=1e-30))
         changes = torch.stack(changes)
-        if not changes.max() <= 1e-3:
-            added = changes.diff()  # by each layer
-            is_small = added.max() <= 0.05 and changes.max() <= 0.25
-            least = min(1e-3 if is_small else 0.05, added.max())
-            i = (~(added < least)).int().argmax()  # the first one to blame
-            place = f"layer {i}" if i < config.n_layer else "what follows the layers"
-            said = f"an edit of model.py changes {place} by {added[i]:.1%} {said}"
-            said += "; int8 needs a scale for each token" if is_small else ""
-            object_to(said, check, only_warn=begun or is_small)
+        if changes.max() <= 1e-3:
+            return
+        added = changes.diff()  # by each layer
+        i = (added >= added.max() / 2).int().argmax()  # the first one to blame
+        place = f"layer {i}" if i < config.n_layer else "what follows the layers"
+        said = f"an edit of model.py changes {place} by {added[i]:.1%} {said}"
+        is_small = added.max() <= 0.05 and changes.max() <= 0.25
+        if is_small:
+            said += "; int8 needs a scale for each token"
+        object_to(said, check, only_warn=begun or is_small)
 
-    said = "from pass to pass: put chance behind `if self.training`"
-    compare(outputs(model, ids), whole, said)
+    compare(outputs(model, ids), whole, "from pass to pass: chance belongs behind self.training")
     said = "where only some tokens are computed: what mixes tokens belongs at the top of "
     said += "Block.forward(), where x has all of them"
     said += " (a narrow layer never has: type --n_narrow=0)" * (config.n_narrow > 1)
-    said += "; a mask (T, T) needs its rows at positions"
-    compare(some, whole, said)
+    compare(some, whole, f"{said}; a mask (T, T) needs its rows at positions")
     said = "beside padding or another row: in Block.forward(), set what it mixes to 0 where "
     said += "attention_mask (B, T), if given, is 0"
     compare([y[1, :n] for y in padded], [y[0] for y in alone], said)
@@ -158,18 +157,16 @@ def generators():
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
-def check_repeats(run, first, *others):
-    """Object if passes of the same rows, weights and seed are not the same. Of each: its loss, and
-    generators() behind it."""
+def check_repeats(run, losses, states):
+    """Object if passes of the same rows, weights and seed have other losses, or if a pass changes
+    the states of generators()."""
+    check, begun = "edits.check_repeats() in take_all_passes()", run.saved_step >= 0
+    if len(set(states)) > 1:
+        said = "a pass draws from Python's or numpy's generator, which a resume would not restore: "
+        object_to(f"{said}use torch.rand() and the like", check, begun)
     # sums that a GPU adds up in any order move a loss in bfloat16 by 1e-4 of it
     tolerance = max(1e-5, torch.finfo(run.amp_dtype).eps / 8)
-    losses, chance = zip(*others, strict=True)
-    said = ""
-    if not np.allclose(losses, first[0], rtol=tolerance, equal_nan=True):
+    if not np.allclose(losses, losses[0], rtol=tolerance, equal_nan=True):
         said = "the same rows, weights and seed give another loss: draw chance by torch.rand() "
         said += "and keep what lasts in State, which train_step() alone changes"
-    if len(set(chance)) > 1:  # the first pass may have compiled
-        said = "a pass draws from Python's or numpy's generator, which a resume would not restore: "
-        said += "use torch.rand() and the like"
-    if said:
-        object_to(said, "edits.check_repeats() in take_all_passes()", run.saved_step >= 0)
+        object_to(said, check, begun)

@@ -107,9 +107,10 @@ def held_out(rows, batch_size):
 def fill_masks(model, tokenizer, sentence, device="cpu"):
     """The three likeliest words, [(word, probability)], for the one [MASK] of a sentence."""
     before, after = sentence.split("[MASK]", 1)
+    half = model.config.max_seq_len // 2 - 2  # tokens on each side that surely fit
     # The mask stands for a word and the space before it, as it does in transformers.
-    before = tokenizer.encode(before.rstrip()).tolist()
-    after = tokenizer.encode(after).tolist()
+    before = tokenizer.encode(before.rstrip()).tolist()[-half:]
+    after = tokenizer.encode(after).tolist()[:half]
     ids = torch.tensor([[CLS, *before, MASK, *after, SEP]], device=device)
     position = torch.tensor([[len(before) + 1]], device=device)
     was_training = model.training

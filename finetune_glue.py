@@ -50,7 +50,8 @@ from torch.optim import AdamW
 from tqdm import tqdm
 
 from model import Classifier, MaskedLM, mixed_precision
-from nanocram import glue, machine, model_folder, runlog, safety
+from nanocram import glue, machine, model_folder, safety
+from nanocram.card import write_card
 from nanocram.data import Ragged, batches_by_length
 from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
 
@@ -320,7 +321,7 @@ def main():
     # the table of all runs so far, others' too; the last process to end has them all
     with glue.lock(folder):
         table = glue.table(glue.read_runs(folder).values())
-        runlog.write_card(folder, table.splitlines())
+        write_card(folder, table)
     print(f"\n{table}\n{folder}: glue.md (this table), glue.jsonl (every run)")
 
 

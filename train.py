@@ -97,11 +97,13 @@ import numpy as np
 import torch
 
 from model import ACTIVATIONS, FOR_TRAINING, MaskedLM, ModelConfig, make_loss
-from nanocram import checkpoint, edits, fit, machine, model_folder, parallel, runlog, safety
+from nanocram import checkpoint, edits, fit, machine, model_folder, parallel, safety
 from nanocram.data import IGNORE, Rows, frequency_loss, held_out, load_meta
+from nanocram.facts import read_facts
 from nanocram.machine import now
 from nanocram.muon import Muon
 from nanocram.offload import Streamed, check_offload
+from nanocram.talk import begin_log, warn_of_stall
 from nanocram.tokenizer import CLS, MASK, Tokenizer
 
 UNIT = 256  # a micro_batch of 0: steps have a multiple of so many rows, whatever fits in a pass
@@ -197,7 +199,7 @@ class Clock:
         yield
         seconds = now() - start
         if self.is_timed():
-            runlog.warn_of_stall(kind, seconds, self.forecast(kind))
+            warn_of_stall(kind, seconds, self.forecast(kind))
         self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
 
     def forecast(self, kind):
@@ -393,7 +395,7 @@ def main():
         state.began_from = {"model": init, **model_folder.load_into(run.model, start)}
     exit_if_done(run, clock.progress())
     settings = {name: globals()[name] for name in SETTINGS}
-    log = runlog.Log(run, out_dir, data_dir, settings) if master_process else None
+    log = begin_log(run, out_dir, data_dir, settings) if master_process else None
 
     # the budget begins now, the schedules begin after compiling
     clock.start()
@@ -599,7 +601,7 @@ def exit_if_done(run, progress):
     said = f"the budget ends at step {state.step:,}: to go on, type {more} or more"
     if init == "auto" and state.step:  # which is no error
         code = machine.code_hash()
-        is_ours = runlog.read_facts(out_dir).get("code", code).startswith(code)
+        is_ours = read_facts(out_dir).get("code", code).startswith(code)
         print(said if is_ours else f"{said}; it was trained by other code")
         sys.exit()
     sys.exit(said if parallel.RANK == 0 else 1)
@@ -636,19 +638,18 @@ def save(run, log):
     # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
     if run.state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
         advice = "type --init=resume, which goes on before them"
-        runlog.say(f"WARNING: nothing is saved after the skipped steps at the end: {advice}")
+        safety.say(f"WARNING: nothing is saved after the skipped steps at the end: {advice}")
         return False
     try:
         checkpoint.check_finite(run.model)
         save_model(run, log.folder)
-        runlog.plot(log.folder)
-        runlog.write_card(log.folder)
+        log.write_plot_and_card()
         log.write_facts(finished_at_step=run.state.finished_at or None)
         # the checkpoint last: after a kill before it, a resume comes here once more
         run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer_name=optimizer)
     except (OSError, RuntimeError, ValueError) as e:
-        runlog.say(f"WARNING: cannot save to {log.folder}: {safety.disk_error(e)}")
+        safety.say(f"WARNING: cannot save to {log.folder}: {safety.disk_error(e)}")
         return False
     run.saved_step = run.state.step
     return log_is_written
@@ -660,11 +661,11 @@ def save_snapshots(run, folder, rows_before):
     for n in map(float, filter(None, snapshots.split(","))):
         if rows_before * per_row < n <= run.state.rows_seen * per_row:
             copy = folder / f"chck_{n:g}M"
-            with runlog.extra(f"copy of the model in {copy}"):
+            with safety.extra(f"copy of the model in {copy}"):
                 save_model(run, copy)
                 for path in folder.glob("tokenizer*.json"):
                     (copy / path.name).write_bytes(path.read_bytes())
-                runlog.say(f"step {run.state.step:,}: {copy}")
+                safety.say(f"step {run.state.step:,}: {copy}")
 
 
 def load_data(dev):
@@ -682,7 +683,7 @@ def find_start(ckpt_path):
     """What init names: ckpt_path, if it is to be resumed, a model folder, or None. The settings of
     the architecture become its."""
     words = ("scratch", "resume", "auto")
-    begun = runlog.read_facts(out_dir).get("settings", {}).get("init", "scratch")
+    begun = read_facts(out_dir).get("settings", {}).get("init", "scratch")
     if init in ("resume", "auto") and begun not in words and not ckpt_path.exists():
         sys.exit(f"{out_dir} has no checkpoint yet: type --init={begun} again")
     _, any_rank_has_one = parallel.agree(0.0, ckpt_path.exists())

@@ -1,7 +1,8 @@
-"""Atomic writes, one writer a folder, signals, errors in one line, progress in a log."""
+"""Atomic writes, one run a folder, signals, errors in one line, progress in a log."""
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -59,6 +60,26 @@ def names_in(folder):
     return names - {f".{folder.name}.lock", "lost+found"}
 
 
+def move_aside(folder):
+    """Make a folder for a new run. An earlier one is moved aside, if it ever saved anything."""
+    names = names_in(folder)
+    if names and "run.json" not in names:
+        sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
+    log = folder / "log.csv"
+    has_steps = log.exists() and log.read_text("utf-8").count("\n") > 2  # below the one before them
+    if names <= {"run.json", "tokenizer.json", "tokenizer_config.json", log.name} and not has_steps:
+        return
+    places = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
+    aside = next(path for path in places if not path.exists())
+    try:
+        folder.rename(aside)
+    except OSError as e:  # a disk is mounted there
+        what_helps = f"type --init=auto to continue it, or --out_dir={folder}/2"
+        sys.exit(f"{folder} holds a run that cannot be moved ({e.strerror}): {what_helps}")
+    print(f"{folder} held a run: moved it to {aside} (--init=auto would have continued it)")
+    folder.mkdir()
+
+
 def say(line):
     """Print a line above the bar; a full disk or a closed pipe ends no run."""
     with contextlib.suppress(OSError):
@@ -66,6 +87,15 @@ def say(line):
 
 
 say_once = functools.cache(say)
+
+
+@contextlib.contextmanager
+def extra(what):
+    """Around what a run can do without: an error, of whatever kind, is a warning."""
+    try:
+        yield
+    except Exception as e:
+        say_once(f"WARNING: no {what}: {first_line(e)}")
 
 
 class Bar(tqdm):

@@ -157,6 +157,14 @@ def train_tokenizer(texts, size, mode, folder):
     safety.write_text(folder / "tokenizer.json", json.dumps(spec, ensure_ascii=False))
 
 
+def copy_tokenizer(source, folder, longest):
+    """Copy its files to folder, with the length at which transformers has to cut."""
+    config = json.loads(Path(source, "tokenizer_config.json").read_text("utf-8"))
+    config["model_max_length"] = longest
+    safety.write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
+    safety.write_text(folder / "tokenizer.json", Path(source, "tokenizer.json").read_text("utf-8"))
+
+
 class Tokenizer:
     """tiktoken reading a tokenizer.json of ours; safe in threads. "[MASK]" is text as any other."""
 

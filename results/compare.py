@@ -20,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 from scipy import stats
 
-from nanocram import runlog, safety
+from nanocram import safety
+from nanocram.facts import read_facts
+from nanocram.runlog import read_log
 
 LOSS = "val_loss_15"  # what is compared
 # Runs are equally long from this share on. By the clock both had their whole budget; 1 % of the
@@ -74,9 +76,8 @@ def find_runs(argument):
         is_run = os.path.exists(f"{path}/run.json")
         is_single |= is_run
         for folder in [path] if is_run else sorted(glob.glob(f"{path}/*")):
-            if facts := runlog.read_facts(folder):
-                lines = runlog.read_log(folder)
-                evals = [line for line in lines if LOSS in line and line["step"]]
+            if facts := read_facts(folder):
+                evals = [line for line in read_log(folder) if LOSS in line and line["step"]]
                 runs.append(Run(folder, facts, evals))
     if not runs:
         sys.exit(f"{pattern} holds no run: name out_dirs of train.py, as in base='out/base/*'")

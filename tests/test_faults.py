@@ -17,7 +17,7 @@ import torch
 from conftest import PIPES, ROOT, SMALL_MODEL, begin, command, new_run, put, result, wait_for
 
 import train as module
-from nanocram import model_folder, runlog
+from nanocram import model_folder, runlog, talk
 
 
 def start(out, data_dir, first="", **changes):
@@ -222,7 +222,7 @@ def test_what_no_resume_could_use_replaces_no_checkpoint(train, capsys):
     """Weights that are not finite, and what torch.load() refuses, of a fork's State."""
     run = new_run()
     settings = {name: getattr(train, name) for name in train.SETTINGS}
-    log = runlog.Log(run, train.out_dir, train.data_dir, settings)
+    log = talk.begin_log(run, train.out_dir, train.data_dir, settings)
     assert module.save(run, log)
     before = (log.folder / "ckpt.pt").read_bytes()
     with pytest.raises(AttributeError):

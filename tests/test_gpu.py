@@ -22,7 +22,7 @@ from conftest import ROOT, SMALL_MODEL, assert_same_course, command, typed, wait
 
 import bench
 import train
-from nanocram import glue, machine, runlog
+from nanocram import facts, glue, machine, runlog
 from nanocram.settings import configure
 
 DEVICE = os.environ.get("TEST_DEVICE", "cuda")
@@ -189,7 +189,7 @@ def halving(data_dir, out_dir):
     rows |= {"micro_batch": 1024, "batch_start": 1024}
     set_up(data_dir=data_dir, out_dir=out_dir, compile=True, max_steps=10, **rows)
     train.main()
-    fitted = runlog.read_facts(out_dir)["rows_per_pass"]
+    fitted = facts.read_facts(out_dir)["rows_per_pass"]
     steps = runlog.read_log(out_dir)[-1]["step"]
     return fitted, steps, torch.cuda.memory_reserved(), allowed
 

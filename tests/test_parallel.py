@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import PIPES, ROOT, SMALL_MODEL, assert_same_course, flags, put, wait_for_step
 
-from nanocram import runlog
+from nanocram import facts, runlog
 
 CHANGES = {"batch_size": 24, "zero_init": False, "samples": "", "evals": 3, "log_every": 1}
 SETTINGS = SMALL_MODEL | CHANGES
@@ -59,7 +59,7 @@ def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
     said, _ = ranks.communicate()
     assert ranks.returncode == 0, said
     assert said.count("8 steps, 0 of them skipped") == 1  # one speaks for all
-    assert runlog.read_facts(tmp_path / "two")["processes"] == 2
+    assert facts.read_facts(tmp_path / "two")["processes"] == 2
     batches = {row.get("batch_size") for row in runlog.read_log(tmp_path / "two")}
     assert batches == {None, 8, 16, 24}
     assert_same_course(tmp_path / "two", tmp_path / "one", 2e-5, of_weights=2e-4)
@@ -76,7 +76,7 @@ def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path
     out = tmp_path / "out"
     ranks = torchrun(tmp_path, **settings | {"micro_batch": 16}, out_dir=out)
     wait_for_step(out, 6, ranks)
-    assert runlog.read_facts(out)["rows_per_pass"] == 8
+    assert facts.read_facts(out)["rows_per_pass"] == 8
     os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGTERM)
     said, _ = ranks.communicate()
     assert ranks.returncode == 0 and "stopped at step" in said, said

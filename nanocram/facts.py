@@ -1,0 +1,43 @@
+"""The facts of a run, which run.json keeps: settings, sizes, data, machine, code."""
+
+import json
+from pathlib import Path
+
+from nanocram import machine, parallel
+
+
+def read_facts(folder):
+    """The dict of a folder's run.json; {} if there is none."""
+    path = Path(folder) / "run.json"
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+
+
+def measure_facts(run, settings):
+    """The facts of a train.Run that begins; matrices are multiplied for them."""
+    corpus = {name: run.meta["settings"][name] for name in ("source", "normalisation")}
+    return {
+        "settings": settings,
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "flops_per_token": run.flops_per_token,
+        "matmul_flops": machine.matmul_rate(run.device, run.amp_dtype),
+        "amp_dtype": str(run.amp_dtype),
+        "processes": parallel.WORLD_SIZE,
+        "data": run.meta["sha256"]["train.bin"],
+        "held_out": run.meta["sha256"]["val.bin"],
+        "began_from": run.state.began_from,
+        "corpus": corpus | run.meta["counts"],
+        **machine.describe(run.device),
+    }
+
+
+def note_changes(facts, before):
+    """Print what a resume changes, and add to its facts the code that the run had before."""
+    for name, was in before.get("settings", {}).items():
+        now = facts["settings"].get(name)
+        if name != "init" and now != was:
+            print(f"{name} was {was!r} before the resume, and is {now!r} now")
+    code = before.get("code", facts["code"])
+    if not code.startswith(facts["code"]):
+        print("the code was edited before the resume")
+        code = f"{facts['code']} after {code}"
+    facts["code"] = code

@@ -61,8 +61,7 @@ class Run:
         """{name: value} of all in which runs of one variant should not differ."""
         facts = self.facts
         kind = {k: v for k, v in facts["settings"].items() if k not in FREE}
-        kind |= {name: facts[name] for name in ("data", "device")}
-        kind["code"] = facts.get("code", facts["commit"])
+        kind |= {name: facts[name] for name in ("data", "device", "code")}
         return kind | {"init": facts["began_from"]}
 
 
@@ -182,7 +181,7 @@ def warnings(variants, unfinished):
     everyone = [run for runs in variants.values() for run in runs]
     if len({run.facts["data"] for run in everyone}) > 1:
         yield "the runs were trained on different data"
-    rows = {(run.facts.get("held_out"), run.facts["settings"]["eval_rows"]) for run in everyone}
+    rows = {(run.facts["held_out"], run.facts["settings"]["eval_rows"]) for run in everyone}
     if len(rows) > 1:
         yield "the runs have different held-out rows: their losses do not compare"
     if len({run.facts["device"] for run in everyone}) > 1:
@@ -203,7 +202,7 @@ def warnings(variants, unfinished):
             yield f"{name} and the first variant do not both have seeds {sorted(alone)}"
         if runs is not base_runs and kinds[0] == base_runs[0].kind():
             yield f"{name} has the code and the settings of the first variant"
-        by_frequency = [run.facts.get("frequency_loss", np.inf) for run in runs]
+        by_frequency = [run.facts["frequency_loss"] for run in runs]
         if any(run.end[LOSS] >= b for run, b in zip(runs, by_frequency, strict=True)):
             yield f"{name} guesses no better than by token frequency: train longer"
     if len(variants) > 2:

@@ -97,14 +97,12 @@ import numpy as np
 import torch
 
 from model import ACTIVATIONS, FOR_TRAINING, MaskedLM, ModelConfig, make_loss
-from nanocram import checkpoint, edits, fit, machine, model_folder, parallel, safety
-from nanocram.data import IGNORE, Rows, frequency_loss, held_out, load_meta
-from nanocram.facts import read_facts
+from nanocram import checkpoint, edits, facts, fit, machine, model_folder, parallel, safety, talk
+from nanocram.data import Rows, estimate_loss, evaluate, frequency_loss, held_out, load_meta
 from nanocram.machine import now
 from nanocram.muon import Muon
 from nanocram.offload import Streamed, check_offload
-from nanocram.talk import begin_log, warn_of_stall
-from nanocram.tokenizer import CLS, MASK, Tokenizer
+from nanocram.tokenizer import CLS, MASK, Tokenizer, copy_tokenizer
 
 UNIT = 256  # a micro_batch of 0: steps have a multiple of so many rows, whatever fits in a pass
 MAX_SKIPPED = 50  # skipped steps in a row that end a run; float16 needs some to find its loss scale
@@ -198,8 +196,7 @@ class Clock:
         start = now()
         yield
         seconds = now() - start
-        if self.is_timed():
-            warn_of_stall(kind, seconds, self.forecast(kind))
+        talk.warn_of_stall(kind, seconds, self.is_timed() and self.forecast(kind))
         self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
 
     def forecast(self, kind):
@@ -394,8 +391,7 @@ def main():
     elif start:
         state.began_from = {"model": init, **model_folder.load_into(run.model, start)}
     exit_if_done(run, clock.progress())
-    settings = {name: globals()[name] for name in SETTINGS}
-    log = begin_log(run, out_dir, data_dir, settings) if master_process else None
+    log = talk.begin_log(run) if master_process else None
 
     # the budget begins now, the schedules begin after compiling
     clock.start()
@@ -459,10 +455,11 @@ class Run:
     """A fresh model and all that trains it. main(), bench.py and the tests make one."""
 
     def __init__(self, rows, meta, tokenizer, dev, amp_dtype):
+        self.settings = {name: globals()[name] for name in SETTINGS}
         self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
         self.device, self.amp_dtype = dev, amp_dtype
-        # rows in a pass; small_pass where they do not divide a step; set_up() finds both
-        # on a CPU more rows are no faster, and 256 of the paper's size take 25 GB
+        # rows in a pass, and where these do not divide a step; set_up() finds both. On a CPU more
+        # rows are no faster, and 256 of the paper's size take 25 GB
         self.micro_batch = self.small_pass = micro_batch or (UNIT if dev.type == "cuda" else 32)
         self.state = State()
         self.clock = Clock(self.state, len(rows))
@@ -529,8 +526,7 @@ def take_all_passes(run, held_out_rows):
     shapes = row_shapes()
     passes = [machine.timed(run.device, forward_backward, s) for s in shapes + 2 * shapes[:1]]
     seconds, ends = zip(*passes, strict=True)
-    losses, states = zip(ends[0], *ends[-2:], strict=True)
-    edits.check_repeats(run, losses, states[1:])  # the first pass compiles, perhaps by chance
+    edits.check_repeats(run, ends[0], *ends[-2:])
     # all batches of evaluations have one shape
     batch = held_out(held_out_rows[: run.small_pass], run.small_pass)["val_loss_15"]
     evaluations = [machine.timed(run.device, estimate_loss, run, batch)[0] for _ in range(3)]
@@ -565,26 +561,6 @@ def eval_weights(run):
         pass  # ... and the training weights back in here
 
 
-@torch.no_grad()
-def estimate_loss(run, batches):
-    """Nats per predicted token over batches of held_out()."""
-    run.model.eval()
-    means = (run.loss_fn(*(t.to(run.device) for t in batch))["loss"] for batch in batches)
-    total = sum(mean * batch[2].numel() for mean, batch in zip(means, batches, strict=True))
-    count = sum((labels != IGNORE).sum() for _, _, labels in batches)
-    run.model.train()
-    return total.item() / count.item()
-
-
-def evaluate(run, held_out_sets):
-    """{column of log.csv: held-out loss}."""
-    losses = {name: estimate_loss(run, batches) for name, batches in held_out_sets.items()}
-    # nats per character can be compared between vocabularies
-    tokens_per_char = run.meta["counts"]["val_tokens"] / run.meta["counts"]["val_characters"]
-    losses["val_nats_per_char"] = losses["val_loss_15"] * tokens_per_char
-    return losses
-
-
 def exit_if_done(run, progress):
     """Exit if the budget has no room for another step, and its end was evaluated and saved."""
     state = run.state
@@ -600,23 +576,15 @@ def exit_if_done(run, progress):
         more = f"--max_steps={state.step + 1}"
     said = f"the budget ends at step {state.step:,}: to go on, type {more} or more"
     if init == "auto" and state.step:  # which is no error
-        code = machine.code_hash()
-        is_ours = read_facts(out_dir).get("code", code).startswith(code)
-        print(said if is_ours else f"{said}; it was trained by other code")
+        print(said + "; it was trained by other code" * facts.is_by_other_code(out_dir))
         sys.exit()
     sys.exit(said if parallel.RANK == 0 else 1)
 
 
 def save_model(run, folder):
     """Write a model folder. Its config.json says what the weights have read, before the run too."""
-    before, state = run.state.began_from, run.state
-    trained_on = {
-        "sources": [*before.get("sources", []), run.meta["settings"]["source"]],
-        "tokens": before.get("tokens", 0) + state.rows_seen * seq_len,
-        "seq_len": max(before.get("seq_len", 0), state.longest_row),
-    }
     with eval_weights(run):
-        model_folder.save(run.model, folder, trained_on=trained_on)
+        model_folder.save(run.model, folder, trained_on=facts.trained_on(run))
 
 
 def should_save(run):
@@ -637,8 +605,7 @@ def save(run, log):
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
     if run.state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
-        advice = "type --init=resume, which goes on before them"
-        safety.say(f"WARNING: nothing is saved after the skipped steps at the end: {advice}")
+        safety.say("WARNING: nothing is saved after skipped steps: type --init=resume")
         return False
     try:
         checkpoint.check_finite(run.model)
@@ -663,8 +630,7 @@ def save_snapshots(run, folder, rows_before):
             copy = folder / f"chck_{n:g}M"
             with safety.extra(f"copy of the model in {copy}"):
                 save_model(run, copy)
-                for path in folder.glob("tokenizer*.json"):
-                    (copy / path.name).write_bytes(path.read_bytes())
+                copy_tokenizer(folder, copy, max_seq_len)
                 safety.say(f"step {run.state.step:,}: {copy}")
 
 
@@ -683,7 +649,7 @@ def find_start(ckpt_path):
     """What init names: ckpt_path, if it is to be resumed, a model folder, or None. The settings of
     the architecture become its."""
     words = ("scratch", "resume", "auto")
-    begun = read_facts(out_dir).get("settings", {}).get("init", "scratch")
+    begun = facts.read_facts(out_dir).get("settings", {}).get("init", "scratch")
     if init in ("resume", "auto") and begun not in words and not ckpt_path.exists():
         sys.exit(f"{out_dir} has no checkpoint yet: type --init={begun} again")
     _, any_rank_has_one = parallel.agree(0.0, ckpt_path.exists())
@@ -699,13 +665,13 @@ def find_start(ckpt_path):
 
 
 def take_architecture(config, path):
-    """Adopt what weights are bound to from config, of the model at path."""
+    """Take what weights are bound to from config, of the model at path. Nothing else changes
+    settings."""
     config = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING} | config
     if config["position_embedding"] != "learned":  # no table of weights ends there
         is_typed = "max_seq_len" in typed
         config["max_seq_len"] = max_seq_len if is_typed else max(config["max_seq_len"], seq_len)
     bound = SETTINGS.keys() - FOR_TRAINING
-    # the one place that changes settings
     adopt(globals(), {k: v for k, v in config.items() if k in bound}, path)
 
 

@@ -27,6 +27,8 @@ def load_meta(folder, **wanted):
     for name, value in wanted.items():
         if meta[name] != value:
             sys.exit(f"{folder} has {name}={meta[name]}, not {value}: type --{name}={meta[name]}")
+    if "words" not in meta["counts"]:
+        sys.exit(f"{folder} is of another version: delete it, and {again}")
     # train.bin is too large for a checksum at every start
     size = 2 * meta["counts"]["rows"] * meta["seq_len"]
     val_sum = hashlib.sha256((folder / "val.bin").read_bytes()).hexdigest()
@@ -101,6 +103,26 @@ def held_out(rows, batch_size):
         parts = (x.split(batch_size) for x in (ids, positions[filled], labels))
         sets[f"val_loss_{rate}"] = list(zip(*parts, strict=True))
     return sets
+
+
+@torch.no_grad()
+def estimate_loss(run, batches):
+    """Nats per predicted token of a train.Run over batches of held_out()."""
+    run.model.eval()
+    means = (run.loss_fn(*(t.to(run.device) for t in batch))["loss"] for batch in batches)
+    total = sum(mean * batch[2].numel() for mean, batch in zip(means, batches, strict=True))
+    count = sum((labels != IGNORE).sum() for _, _, labels in batches)
+    run.model.train()
+    return total.item() / count.item()
+
+
+def evaluate(run, held_out_sets):
+    """{column of log.csv: held-out loss}."""
+    losses = {name: estimate_loss(run, batches) for name, batches in held_out_sets.items()}
+    # nats per character can be compared between vocabularies
+    tokens_per_char = run.meta["counts"]["val_tokens"] / run.meta["counts"]["val_characters"]
+    losses["val_nats_per_char"] = losses["val_loss_15"] * tokens_per_char
+    return losses
 
 
 @torch.no_grad()

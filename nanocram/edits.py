@@ -157,11 +157,12 @@ def generators():
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
-def check_repeats(run, losses, states):
-    """Object if passes of the same rows, weights and seed have other losses, or if a pass changes
-    the states of generators()."""
+def check_repeats(run, *passes):
+    """Object if passes of the same rows, weights and seed have other losses, or if one changes the
+    states of generators(). Of each: its loss, and generators() behind it."""
     check, begun = "edits.check_repeats() in take_all_passes()", run.saved_step >= 0
-    if len(set(states)) > 1:
+    losses, states = zip(*passes, strict=True)
+    if len(set(states[1:])) > 1:  # the first one compiles, perhaps by chance
         said = "a pass draws from Python's or numpy's generator, which a resume would not restore: "
         object_to(f"{said}use torch.rand() and the like", check, begun)
     # sums that a GPU adds up in any order move a loss in bfloat16 by 1e-4 of it

@@ -12,11 +12,26 @@ def read_facts(folder):
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
-def measure_facts(run, settings):
+def is_by_other_code(folder):
+    """Whether a folder's run was trained by other code than this."""
+    return not read_facts(folder)["code"].startswith(machine.code_hash())
+
+
+def trained_on(run):
+    """What the weights of a train.Run have read, before it began too: a dict for config.json."""
+    before = run.state.began_from
+    return {
+        "sources": [*before.get("sources", []), run.meta["settings"]["source"]],
+        "tokens": before.get("tokens", 0) + run.state.rows_seen * run.rows.seq_len,
+        "seq_len": max(before.get("seq_len", 0), run.state.longest_row),
+    }
+
+
+def measure_facts(run):
     """The facts of a train.Run that begins; matrices are multiplied for them."""
     corpus = {name: run.meta["settings"][name] for name in ("source", "normalisation")}
     return {
-        "settings": settings,
+        "settings": run.settings,
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "flops_per_token": run.flops_per_token,
         "matmul_flops": machine.matmul_rate(run.device, run.amp_dtype),

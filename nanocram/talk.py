@@ -16,11 +16,12 @@ from nanocram.tokenizer import copy_tokenizer
 ENGLISH = "once upon a [MASK] there was a king.|he opened the [MASK] and went out."
 
 
-def begin_log(run, folder, data_dir, settings):
+def begin_log(run):
     """Make the folder of a train.Run ready, say what the run is, and return its Log."""
-    folder, step, is_resumed = Path(folder), run.state.step, run.saved_step >= 0
+    settings, step, is_resumed = run.settings, run.state.step, run.saved_step >= 0
+    folder = Path(settings["out_dir"])
     before = read_facts(folder) if is_resumed else {}
-    facts = measure_facts(run, settings)
+    facts = measure_facts(run)
     note_changes(facts, before)
     log = Log(run, folder, facts)
     if settings["wandb_project"]:  # before anything is written, for it may fail
@@ -33,7 +34,7 @@ def begin_log(run, folder, data_dir, settings):
     else:
         move_aside(folder.resolve())
     log.write_facts()  # first, for by run.json a later command knows a run
-    copy_tokenizer(data_dir, folder, run.model.config.max_seq_len)
+    copy_tokenizer(settings["data_dir"], folder, run.model.config.max_seq_len)
     log.write()
     log.introduce()
     return log

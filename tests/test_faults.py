@@ -18,6 +18,7 @@ from conftest import PIPES, ROOT, SMALL_MODEL, begin, command, new_run, put, res
 
 import train as module
 from nanocram import model_folder, runlog, talk
+from nanocram.facts import read_facts
 
 
 def start(out, data_dir, first="", **changes):
@@ -112,7 +113,7 @@ def test_a_run_that_is_killed_at_its_end_loses_nothing(tmp_path, data_dir, after
         state, line = whole(out), runlog.read_log(out)[-1]
         assert killed_at <= state["step"] == state["finished_at"] == line["step"] <= last
         assert "val_loss_15" in line
-        assert runlog.read_facts(out)["finished_at_step"] == line["step"]
+        assert read_facts(out)["finished_at_step"] == line["step"]
         kept = torch.load(out / "ckpt.pt", weights_only=True)["model"]
         saved = model_folder.load(out).state_dict()
         assert all(torch.equal(saved[name], tensor) for name, tensor in kept.items())
@@ -221,8 +222,7 @@ def test_errors_of_the_machine_are_one_line_and_bugs_keep_their_trace(what, line
 def test_what_no_resume_could_use_replaces_no_checkpoint(train, capsys):
     """Weights that are not finite, and what torch.load() refuses, of a fork's State."""
     run = new_run()
-    settings = {name: getattr(train, name) for name in train.SETTINGS}
-    log = talk.begin_log(run, train.out_dir, train.data_dir, settings)
+    log = talk.begin_log(run)
     assert module.save(run, log)
     before = (log.folder / "ckpt.pt").read_bytes()
     with pytest.raises(AttributeError):

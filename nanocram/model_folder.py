@@ -75,34 +75,34 @@ def not_native(model):
     native = NATIVE | {f.name: f.default for f in fields(model.config) if f.name not in known}
     native["n_narrow"] = min(have["n_narrow"], 1)  # one narrow layer computes what none does
     wrong = [f"{name}={have[name]}" for name in native if have[name] != native[name]]
-    if wrong:
-        return ", ".join(wrong)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    found, wanted = {k: tuple(t.shape) for k, t in tensors.items()}, native_shapes(model.config)
-    other = [name for name in found if found[name] != wanted.get(name)]
-    other += [f"no {name}" for name in wanted if name not in found]  # a layer that is there twice
-    return "".join(other[:1])
+    shapes = native_shapes(model.config)
+    other = [name for name, t in tensors.items() if t.shape != shapes.get(name)]
+    other += [f"no {name}" for name in shapes if name not in tensors]  # a layer that is there twice
+    return ", ".join(wrong or other[:1])
 
 
 def native_shapes(config):
     """{our name: shape} of the parameters and buffers of a ModernBERT of these sizes."""
     V, C, inner = config.vocab_size, config.n_embd, config.n_inner
-    norm = (C,), config.norm_bias  # (shape of its weight, whether it has a bias)
-    square, wide, back = ((shape, config.linear_bias) for shape in ((C, C), (inner, C), (C, inner)))
-    block = {f"attn.W{name}": square for name in "qkvo"} | {"attn_norm": norm, "mlp_norm": norm}
-    block |= {"mlp.Wi": wide, "mlp.Wg": wide, "mlp.Wo": back}
-    modules = {"model.embeddings.norm": norm, "model.final_norm": norm}
+    block = {f"attn.W{name}": (C, C) for name in "qkvo"} | {"attn_norm": (C,), "mlp_norm": (C,)}
+    block |= {"mlp.Wi": (inner, C), "mlp.Wg": (inner, C), "mlp.Wo": (C, inner)}
+    modules = {"model.embeddings.norm": (C,), "model.final_norm": (C,)}
     for i in range(config.n_layer):
-        modules |= {f"model.layers.{i}.{name}": what for name, what in block.items()}
+        modules |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
     del modules["model.layers.0.attn_norm"]
     if config.head_transform:
-        modules |= {"head.dense": ((C, C), config.head_bias), "head.norm": norm}
-    shapes = {f"{name}.weight": shape for name, (shape, _) in modules.items()}
-    shapes |= {f"{name}.bias": shape[:1] for name, (shape, has) in modules.items() if has}
+        modules |= {"head.dense": (C, C), "head.norm": (C,)}
+    rope = config.max_seq_len, C // config.n_head
+    shapes = {"model.rope_cos": rope, "model.rope_sin": rope}
     shapes |= {"model.embeddings.tok_embeddings.weight": (V, C)}
     shapes |= {"decoder.bias": (V,)} if config.decoder_bias else {}
-    rope = config.max_seq_len, C // config.n_head
-    return shapes | {"model.rope_cos": rope, "model.rope_sin": rope}
+    for name, shape in modules.items():
+        shapes[f"{name}.weight"] = shape
+        kind = "norm" if "norm" in name else "head" if "head" in name else "linear"
+        if getattr(config, f"{kind}_bias"):
+            shapes[f"{name}.bias"] = shape[:1]
+    return shapes
 
 
 def modernbert_config(config):

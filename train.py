@@ -376,12 +376,12 @@ def main():
     # settings, machine and data, before anything is written
     parallel.join(device)
     master_process = parallel.RANK == 0
+    _lock = safety.lock(out_dir) if master_process else None  # one writer a folder, to the end
     dev, amp_dtype = machine.pick(device, dtype)
     ckpt_path = Path(out_dir) / "ckpt.pt"
     start = find_start(ckpt_path)  # None: fresh weights; ckpt_path; or a model folder
     check_settings(dev, begun=start == ckpt_path)
     rows, held_out_rows, meta, tokenizer = load_data(dev)
-    _lock = safety.lock(out_dir) if master_process else None  # one writer a folder, to the end
 
     # a fresh run, and what it starts from
     run = Run(rows, meta, tokenizer, dev, amp_dtype)
@@ -404,7 +404,7 @@ def main():
         # where the run is, by rank 0's clock; a signal to any rank stops them all
         progress, stop = parallel.agree(clock.progress(), signals.stop)
         is_over = progress >= 1
-        exit_if_done(run, progress)  # setting up took what was left
+        exit_if_done(run, progress)  # in the first turn: setting up took what was left
 
         # rank 0 evaluates, logs and saves; the others wait for it in the next step's all_reduce
         if master_process:
@@ -562,12 +562,11 @@ def eval_weights(run):
 
 
 def exit_if_done(run, progress):
-    """Exit if the budget has no room for another step, and its end was evaluated and saved."""
+    """Exit if the budget is over, and its end was saved already, or no step was taken."""
     state = run.state
-    if progress < 1 or state.step != state.finished_at:
+    model = Path(out_dir, "model.safetensors")  # if it was deleted, the end once more makes it
+    if progress < 1 or state.step != state.finished_at or (state.step and not model.exists()):
         return
-    if state.step and not Path(out_dir, "model.safetensors").exists():
-        return  # the end once more makes what was deleted
     more = f"--budget_hours={math.ceil(1000 * budget_hours - run.clock.left() / 3.6) / 1000}"
     if max_epochs:
         rows = state.rows_seen + batch_rows(1.0)
@@ -582,7 +581,7 @@ def exit_if_done(run, progress):
 
 
 def save_model(run, folder):
-    """Write a model folder. Its config.json says what the weights have read, before the run too."""
+    """Write a model folder; its config.json says what the weights have read."""
     with eval_weights(run):
         model_folder.save(run.model, folder, trained_on=facts.trained_on(run))
 
@@ -609,11 +608,11 @@ def save(run, log):
         return False
     try:
         checkpoint.check_finite(run.model)
+        run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         save_model(run, log.folder)
         log.write_plot_and_card()
         log.write_facts(finished_at_step=run.state.finished_at or None)
-        # the checkpoint last: after a kill before it, a resume comes here once more
-        run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
+        # the checkpoint last: if a kill comes before it, a resume makes the end once more
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer_name=optimizer)
     except (OSError, RuntimeError, ValueError) as e:
         safety.say(f"WARNING: cannot save to {log.folder}: {safety.disk_error(e)}")
@@ -646,8 +645,7 @@ def load_data(dev):
 
 
 def find_start(ckpt_path):
-    """What init names: ckpt_path, if it is to be resumed, a model folder, or None. The settings of
-    the architecture become its."""
+    """ckpt_path if init resumes it, a model folder, or None; takes the architecture from there."""
     words = ("scratch", "resume", "auto")
     begun = facts.read_facts(out_dir).get("settings", {}).get("init", "scratch")
     if init in ("resume", "auto") and begun not in words and not ckpt_path.exists():
@@ -658,15 +656,14 @@ def find_start(ckpt_path):
         return ckpt_path
     if init in words:
         return None
-    if Path(init).resolve() == Path(out_dir).resolve():
-        sys.exit(f"init={init} is out_dir: choose another --out_dir, or --init=resume")
+    if Path(init).resolve().is_relative_to(Path(out_dir).resolve()):  # which is moved aside
+        sys.exit(f"init={init} is in out_dir: choose another --out_dir, or --init=resume")
     take_architecture(model_folder.config_for_rows(init, data_dir), init)
     return Path(init)
 
 
 def take_architecture(config, path):
-    """Take what weights are bound to from config, of the model at path. Nothing else changes
-    settings."""
+    """Take the settings that the weights fix from config, of the model at path."""
     config = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING} | config
     if config["position_embedding"] != "learned":  # no table of weights ends there
         is_typed = "max_seq_len" in typed

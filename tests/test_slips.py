@@ -50,7 +50,7 @@ SLIPS = {
         ("--init=resume", "ckpt.pt not found: name the --out_dir"),
         ("--init=scrach", "init must be scratch, resume, auto or a model folder: scrach is no"),
         ("--init=model --n_embd=64", "type --n_embd=32"),
-        ("--init=model --out_dir=model", "init=model is out_dir: choose another"),
+        ("--init=model --out_dir=model", "init=model is in out_dir: choose another"),
         ("--init=model --data_dir=nowhere", "give prepare.py --tokenizer=model"),
         ("--out_dir=mine", "mine exists and holds no run of train.py: choose another --out_dir"),
         ("--max_epochs=0.001", "the budget ends at step 0: to go on, type --max_epochs="),

@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_leaves
 import prepare as prepare_module
 import train as module
 from model import MaskedLM
-from nanocram import machine, model_folder, runlog
+from nanocram import machine, model_folder, runlog, settings
 from nanocram.data import Rows, load_meta
 from nanocram.tokenizer import Tokenizer
 
@@ -194,7 +194,8 @@ def train(monkeypatch, data_dir, tmp_path):
     # Most of a small save: who looks at loss.png puts PLOT back.
     monkeypatch.setattr(runlog, "plot", lambda folder: None)
     folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
-    put(monkeypatch, module, typed=set(), **(SMALL_MODEL | folders))
+    put(monkeypatch, settings, typed=set())
+    put(monkeypatch, module, typed=settings.typed, **(SMALL_MODEL | folders))
     monkeypatch.setattr(module, "_given", {}, raising=False)  # assign() changes no later test
     return module
 

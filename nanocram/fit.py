@@ -51,18 +51,6 @@ def later_memory(run):
     return tensors
 
 
-def warn_of_untrained(run):
-    """Behind the passes of set-up: name parameters that these do not read, or no optimiser has."""
-    trained = [(name, p) for name, p in run.model.named_parameters() if p.requires_grad]
-    taken = {p for o in run.optimizers for group in o.param_groups for p in group["params"]}
-    unread = [name for name, p in trained if p.grad is None]
-    untaken = [name for name, p in trained if p not in taken]
-    for names, why in ((unread, "no pass of the set-up reads"), (untaken, "no optimiser has")):
-        if names:
-            more = f" and {len(names) - 1} more parameters" * (len(names) > 1)
-            print(f"WARNING: {why} {names[0]}{more}, so they may not be trained")
-
-
 def try_passes(run, take_passes, rows):
     """What take_passes() returns, or None if memory runs out; what it took is freed."""
     seconds = held = None
@@ -74,8 +62,11 @@ def try_passes(run, take_passes, rows):
     except Exception as e:
         if not safety.is_oom(e):
             raise
-    if seconds and run.micro_batch == run.small_pass:
-        warn_of_untrained(run)
+    weights = run.model.named_parameters()
+    unread = [name for name, p in weights if p.requires_grad and p.grad is None]
+    if unread and seconds and run.micro_batch == run.small_pass:
+        some = unread[0] if len(unread) == 1 else f"{unread[0]} and {len(unread) - 1} more weights"
+        print(f"WARNING: no pass of the set-up reads {some}")
     for buffer, was in zip(run.model.buffers(), before, strict=True):
         buffer.copy_(was)
     # free the memory; inside of `except` the traceback would keep it

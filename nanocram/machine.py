@@ -18,41 +18,35 @@ def pick(device, dtype):
     """(torch.device, torch.dtype of the matrix products); "auto" takes the best native one."""
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         sys.exit(f"dtype={dtype} is unknown: choose auto, bfloat16, float16 or float32")
-    has_cuda = torch.cuda.is_available()
-    available = {"cuda": has_cuda, "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.mps.is_available(), "cpu": True}
     if device == "auto":
         # A GPU that torch cannot use would mean a day on the CPU. If it was hidden, that is meant.
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
         # a card's driver; in WSL2, where /dev/dxg stands for any card, that of an NVIDIA one
         drivers = ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1")
-        if any(Path(name).exists() for name in drivers) and not has_cuda and not hidden:
-            advice = "install a build for its driver (see nvidia-smi), or type --device=cpu"
-            sys.exit(f"torch {torch.__version__} cannot use this GPU: {advice}")
-        device = next(name for name in available if available[name])
+        has_driver = any(Path(name).exists() for name in drivers) and not hidden
+        device = "cuda" if has_driver else next(name for name in available if available[name])
     if not available.get(device):
-        sys.exit(f"device={device}, but this build of torch sees no such device: type --device=cpu")
+        advice = "type --device=cpu, or install a build for the driver that nvidia-smi shows"
+        sys.exit(f"torch {torch.__version__} cannot use device={device}: {advice}")
     if dtype == "auto":
         without = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else without
     return torch.device(device), getattr(torch, dtype)
 
 
-# The innermost one is the last, torch's default the first. torch's own getter would raise in a fork
-# that sets the newer torch.backends.cuda.matmul.fp32_precision.
-precisions = ["highest"]
-
-
 @contextlib.contextmanager
 def float32_products(precision):
     """Within it, or in a function that it decorates, matrix products in float32 have torch's
     precision of this name. "high" may take TF32, off by 5e-4: enough to train, not to compare."""
-    precisions.append(precision)
+    before = "highest"
+    with contextlib.suppress(RuntimeError):  # a fork sets torch's newer .fp32_precision
+        before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        precisions.pop()
-        torch.set_float32_matmul_precision(precisions[-1])
+        torch.set_float32_matmul_precision(before)
 
 
 @contextlib.contextmanager
@@ -62,20 +56,17 @@ def training_kernels():
     H100 gains 1.3 % by it and had no NaN."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        with float32_products("high"):
-            yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+    with contextlib.ExitStack() as at_exit, float32_products("high"):
+        at_exit.callback(torch.backends.cuda.enable_cudnn_sdp, before)
+        yield
 
 
 def native_bf16(device):
     """Whether a device computes in bfloat16; emulated it is up to 20 times slower."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device == "cpu":
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return False
+    has_cpu = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device == "cpu" and has_cpu
 
 
 def free_host_bytes():

@@ -30,8 +30,7 @@ def join(device):
     if gpus:
         torch.cuda.set_device(LOCAL_RANK)
     print(f"rank {RANK} waits for the other {WORLD_SIZE - 1}", file=sys.stderr)
-    # This module keeps the process group that exists at its first import. If torch imports it
-    # later, gloo's threads outlive leave() and now and then abort the process.
+    # it keeps the group that exists at its first import; leave() could not end that one's threads
     from torch.distributed.nn import functional  # noqa: F401
 
     # The others wait in the next sum while rank 0 evaluates and saves.

@@ -25,8 +25,7 @@ def write_beside(path, write):
             os.fsync(f.fileno())
         os.replace(temporary, path)
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # it must not keep the disk full
+        temporary.unlink(missing_ok=True)  # it must not keep the disk full
 
 
 def write_text(path, text):
@@ -102,10 +101,8 @@ class Bar(tqdm):
     """A progress bar; without a terminal, as in the log of a batch job, a line now and then."""
 
     desc = postfix = ""  # tqdm has none where it shows no bar
-
-    def __init__(self, **options):
-        super().__init__(disable=None, **options)  # None: a bar in a terminal alone
-        self.said_at = time.monotonic()
+    said_at = time.monotonic()  # of the last line; at first, when the process began
+    __init__ = functools.partialmethod(tqdm.__init__, disable=None)  # a bar in a terminal alone
 
     def update(self, n=1):
         super().update(n)
@@ -156,19 +153,6 @@ def run(main, folder, then, if_oom="use a smaller model"):
         raise
 
 
-@contextlib.contextmanager
-def ends_at_once():
-    """Around work of a library in which Python sees no signal: SIGINT and SIGTERM end the process
-    at once, without a line."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
 class Signals(contextlib.ContextDecorator):
     """Around a function: SIGINT, SIGTERM, SIGHUP, and what batch systems send before the end, set
     .stop. The same once more ends the process, but not within two seconds: torchrun passes on a
@@ -198,3 +182,9 @@ class Signals(contextlib.ContextDecorator):
         elif time.monotonic() > self.received[number] + 2:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+class ends_at_once(Signals):
+    """Around work of a library in which Python sees no signal: each ends the process at once."""
+
+    handle = signal.SIG_DFL

@@ -21,24 +21,21 @@ recipes = []  # the recipes that the last command line named
 @functools.cache
 def read_ranks():
     """(rank, rank on this machine, number of ranks), from the variables that torchrun sets."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    there = dict.fromkeys(names, "not set") | {"LOCAL_RANK": "0"}
-    there |= {name: os.environ[name] for name in names if os.environ.get(name)}
-    if there["WORLD_SIZE"] in ("1", "not set"):
-        if there["RANK"] not in ("0", "not set"):  # left over from a batch system
-            print(f"WARNING: RANK={there['RANK']} is ignored: there are no other ranks")
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if size in ("", "1"):
+        if rank not in ("", "0"):  # left over from a batch system
+            print(f"WARNING: RANK={rank} is ignored: there are no other ranks")
         return 0, 0, 1
-    for name, value in there.items():
-        if value == "not set" or not (value.isdecimal() or name == "MASTER_ADDR"):
-            sys.exit(f"WORLD_SIZE is set, but {name} is {value}: unset WORLD_SIZE, or use torchrun")
-    return tuple(int(there[name]) for name in names[:3])
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            sys.exit(f"WORLD_SIZE is set, but {name} is not: unset WORLD_SIZE, or use torchrun")
+    return int(rank), int(os.environ.get("LOCAL_RANK", 0)), int(size)
 
 
 def configure(namespace, argv=None, also=None):
     """Set the settings in a script's globals(); one that is imported keeps its defaults. Returns
-    {name: default}. also: another script, whose settings can be set too.
-
-    A later call, in a notebook, begins from the defaults and from what was assigned by hand."""
+    {name: default}. also: another script, whose settings can be set too. A later call, in a
+    notebook, begins from the defaults and from what was assigned by hand."""
     # let stdout and stderr, be they closed or a notebook's, take any character, line by line
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -76,11 +73,11 @@ def configure(namespace, argv=None, also=None):
         else:
             recipes.append(arg)
             where, elsewhere = arg, settings_of_all_scripts(script.parent)
-            given = run_recipe(arg, elsewhere | values, script.parent)
+            after = run_recipe(arg, elsewhere | values, script.parent)
+            given = find_settings(after) | {name: after[name] for name in values}  # of any type
         for name, value in given.items():
             if name in values:
-                if value is not values[name]:  # a recipe leaves most as they are
-                    values[name] = convert(where, name, value, defaults[name])
+                values[name] = convert(where, name, value, defaults[name])
             elif name not in elsewhere:
                 near = difflib.get_close_matches(name, elsewhere | values, 1)
                 guess = f"did you mean {near[0]}?" if near else "--help lists them"
@@ -122,10 +119,9 @@ def own_value(namespace, name):
 def check(namespace, allowed):
     """Exit at the first setting that is not allowed. allowed: {names: (least, most) or choices}."""
     for names, values in allowed.items():
-        for name in names.split():
-            value = namespace.get(name)
-            if value is None:
-                continue  # a fork has dropped it
+        there = [name for name in names.split() if name in namespace]  # a fork may have dropped one
+        for name in there:
+            value = namespace[name]
             if isinstance(value, str):
                 holds, wanted = value in values, " or ".join(values)
             else:
@@ -143,25 +139,19 @@ def find_settings(namespace):
 
 
 def run_recipe(path, names, folder):
-    """Run a recipe, of here or of folder, with names; {name: value} of these and what it adds."""
-    found = [place for place in (Path(path), folder / path) if place.exists()]
-    if not found:
+    """Run a recipe, of here or of folder, which changes names; returns them. It may begin with
+    another one: include(its path, as seen from there)."""
+    place = Path(path) if Path(path).exists() else folder / path
+    if not place.exists():
         sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")
-
-    after = dict(names)
-
-    def run(place):
-        """Run a recipe, which may begin with another one: include(its path, as seen from there)."""
-        outer = after.get("include")
-        after["include"] = lambda other: run(place.parent / other)
-        try:
-            exec(compile(place.read_bytes(), place, "exec"), after)  # Python knows their encoding
-        except Exception as e:  # it is the user's Python: a typo, a missing name
-            sys.exit(f"{place}: {type(e).__name__}: {e}")
-        after["include"] = outer
-
-    run(found[0])
-    return find_settings(after) | {name: after[name] for name in names}  # of any type
+    outer = names.get("include")
+    names["include"] = lambda other: run_recipe(place.parent / other, names, folder)
+    try:
+        exec(compile(place.read_bytes(), place, "exec"), names)  # Python knows its encoding
+    except Exception as e:  # it is the user's Python: a typo, a missing name
+        sys.exit(f"{place}: {type(e).__name__}: {e}")
+    names["include"] = outer
+    return names
 
 
 def settings_of_all_scripts(folder):

@@ -58,7 +58,7 @@ SLIPS = {
         ("--samples=none", "samples: each sentence needs one [MASK]"),
         ("--offload=True", "type --optimizer=adamw"),
         ("--offload=True --optimizer=adamw --n_embd=400000", "GB more than are free: type"),
-        ("--device=cuda", "device=cuda, but this build of torch sees no such device"),
+        ("--device=cuda", "cannot use device=cuda: type --device=cpu, or install"),
     ],
     "finetune_glue.py": [
         ("--glue_beta2=2", "glue_beta2=2.0 cannot work: type 0 to"),

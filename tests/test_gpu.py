@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, assert_same_course, command, typed, wait_for_step
+from conftest import ROOT, SMALL_MODEL, assert_same_course, command, flags, typed, wait_for_step
 
 import bench
 import train
@@ -46,32 +46,22 @@ def answer(work, *args):
     return value
 
 
-def no_gpu():
-    """Why nothing can be tested on a GPU here; '' where it can."""
-    if not torch.version.cuda:
-        return "this torch is built without CUDA"
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return "on a GPU one at a time: python -m pytest tests/test_gpu.py"
-    return "" if answer(torch.cuda.is_available) else "torch sees no GPU"
-
-
 @contextlib.contextmanager
 def visible_gpus():
     """What is started within it sees the GPUs that conftest.py hides."""
     before = os.environ["GPUS_BEFORE_TESTS"]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", before)
         if before == "all":
             patch.delenv("CUDA_VISIBLE_DEVICES")
-        else:
-            patch.setenv("CUDA_VISIBLE_DEVICES", before)
         yield
 
 
 if DEVICE == "cuda" and not multiprocessing.parent_process():  # not in what answer() starts
+    is_alone = "PYTEST_XDIST_WORKER" not in os.environ
     with visible_gpus():
-        why = no_gpu()
-    if why:
-        pytest.skip(why, allow_module_level=True)
+        if not (torch.version.cuda and is_alone and answer(torch.cuda.is_available)):
+            pytest.skip("torch sees no GPU, or shares it (-n)", allow_module_level=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,29 +70,31 @@ def see_gpus():
         yield
 
 
-def set_up(**settings):
-    """The settings of a small run on the device, in this process, which has no other use."""
+def small_run(data_dir, out_dir, **settings):
+    """The settings of a small run that logs each step."""
+    changes = {"device": DEVICE, "data_dir": data_dir, "out_dir": out_dir, "log_every": 1}
+    return SMALL_MODEL | changes | settings
+
+
+def set_up(data_dir, out_dir, **settings):
+    """Set those of a small run in this process, which has no other use."""
     machine.matmul_rate = lambda *where: 1e12  # seconds of work
-    changes = SMALL_MODEL | {"device": DEVICE, "data_dir": "nowhere", "samples": ""} | settings
-    assert changes.keys() <= vars(train).keys()
-    vars(train).update(changes)
+    configure(vars(train), flags(**small_run(data_dir, out_dir, samples="", **settings)))
 
 
 MODELS = {  # a recipe, and the fewest layers in which it is itself
-    "default": ("", {"n_layer": 2}),
-    "crammed": ("crammed.py", {"n_layer": 2}),
-    "narrow": ("narrow.py", {"n_layer": 3, "n_narrow": 2}),
+    "default": ["--n_layer=2"],
+    "crammed": ["config/crammed.py", "--n_layer=2"],
+    "narrow": ["config/narrow.py", "--n_layer=3", "--n_narrow=2"],
 }
 # Of the recipe: 768 wide, 32,768 entries; smaller on a CPU.
 SIZES = {} if DEVICE == "cuda" else {"vocab_size": 600, "n_head": 2, "n_embd": 32, "n_inner": 48}
 
 
+@machine.training_kernels()
 def numerics(name):
     """{(products, mode): (error of the loss, of the gradient by its norm)} of a recipe's model."""
-    machine.pick(DEVICE, "auto")  # what suits our work there: no cuDNN
-    recipe, layers = MODELS[name]
-    configure(vars(train), [str(ROOT / "config" / recipe)] if recipe else [])
-    vars(train).update(layers | SIZES | {"zero_init": False})
+    configure(vars(train), [*MODELS[name], *flags(**SIZES, zero_init=False)])
     rows = bench.RandomRows(128, torch.device("cpu"))
 
     def loss_and_gradient(where, products, mode):
@@ -142,10 +134,9 @@ def test_losses_and_gradients(model, products, mode):
 
 def graphs(data_dir, out_dir):
     """(graphs, breaks) of a compiled run with ramp, mask decline, evaluations and saves."""
-    changes = {"compile": True, "n_layer": 1, "max_steps": 12}
-    changes |= {"batch_start": 256, "batch_size": 512}
-    changes |= {"eval_rows": 21, "evals": 4, "dtype": "auto", "micro_batch": 0}
-    set_up(data_dir=data_dir, out_dir=out_dir, **changes)
+    changes = {"compile": True, "n_layer": 1, "max_steps": 12, "eval_rows": 21, "evals": 4}
+    changes |= {"batch_start": 256, "batch_size": 512, "dtype": "auto", "micro_batch": 0}
+    set_up(data_dir, out_dir, **changes)
     if DEVICE == "cpu":  # where inductor takes a minute; it is Dynamo that decides
         torch.compile = functools.partial(torch.compile, backend="eager")
     save = train.save
@@ -173,7 +164,7 @@ def halving(data_dir, out_dir):
     """micro_batch, steps, bytes reserved and allowed of a run with room for 1.2 times 256 rows."""
     rows = {"micro_batch": 256, "batch_start": 256, "batch_size": 1024}
     rows |= {"mask_rate": 0.3, "mask_rate_end": 0.3}  # a shape, and not four, to compile anew
-    set_up(data_dir=data_dir, out_dir=out_dir, **rows)
+    set_up(data_dir, out_dir, **rows)
     run = bench.new_run()
     torch.cuda.reset_peak_memory_stats()
     bench.step_of(run, 2)
@@ -187,7 +178,7 @@ def halving(data_dir, out_dir):
     torch.cuda.set_per_process_memory_fraction(allowed / card.total_memory)
 
     rows |= {"micro_batch": 1024, "batch_start": 1024}
-    set_up(data_dir=data_dir, out_dir=out_dir, compile=True, max_steps=10, **rows)
+    set_up(data_dir, out_dir, compile=True, max_steps=10, **rows)
     train.main()
     fitted = facts.read_facts(out_dir)["rows_per_pass"]
     steps = runlog.read_log(out_dir)[-1]["step"]
@@ -199,12 +190,6 @@ def test_micro_batch_halves_until_it_fits(data_dir, tmp_path):
     """A real allocator that refuses."""
     fitted, steps, reserved, allowed = answer(halving, str(data_dir), str(tmp_path / "out"))
     assert 256 <= fitted < 1024 and steps == 10 and reserved <= allowed
-
-
-def small_run(data_dir, out_dir, **settings):
-    """The settings of a small run that logs each step."""
-    changes = {"device": DEVICE, "data_dir": data_dir, "out_dir": out_dir, "log_every": 1}
-    return SMALL_MODEL | changes | settings
 
 
 STEPS = 120 if DEVICE == "cuda" else 20  # that are to be stopped before: a GPU is soon there

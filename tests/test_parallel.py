@@ -7,23 +7,15 @@ import sys
 
 import pytest
 import torch
-from conftest import PIPES, ROOT, SMALL_MODEL, assert_same_course, flags, put, wait_for_step
+from conftest import PIPES, QUICK, ROOT, SMALL_MODEL, assert_same_course, flags, put, wait_for_step
 
 from nanocram import facts, runlog
 
-CHANGES = {"batch_size": 24, "zero_init": False, "samples": "", "evals": 3, "log_every": 1}
-SETTINGS = SMALL_MODEL | CHANGES
-
-
+SETTINGS = SMALL_MODEL | {"zero_init": False, "samples": "", "evals": 3, "log_every": 1}
 # The second rank alone has no room for more than eight rows at a time.
 SCRIPT = """
-import os, pathlib, sys
-sys.path.insert(0, ROOT)
-import torch
-import train
-from nanocram import machine, parallel, settings
-
-machine.matmul_rate = lambda *where: 1e12
+import os, pathlib, sys, torch, train
+from nanocram import parallel, settings
 take_all_passes = train.take_all_passes
 
 def limited(run, *args):
@@ -42,17 +34,17 @@ train.main()
 def torchrun(tmp_path, **settings):
     """Two ranks, stdout and stderr together."""
     script = tmp_path / "limited.py"
-    script.write_text(SCRIPT.replace("ROOT", repr(str(ROOT))))
+    script.write_text(QUICK + SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(script), *flags(**settings)]
-    return subprocess.Popen(command, **PIPES)
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **PIPES)
 
 
 def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
     """The ramp begins with one micro-batch, so that a rank is idle, and ends with three, so that
     one has more to do."""
-    settings = SETTINGS | {"data_dir": str(data_dir), "max_steps": 8, "dropout": 0.1}
-    settings |= {"optimizer": "adamw"}
+    settings = SETTINGS | {"data_dir": str(data_dir), "max_steps": 8, "batch_size": 24}
+    settings |= {"optimizer": "adamw", "dropout": 0.1}
     ranks = torchrun(tmp_path, **settings, out_dir=tmp_path / "two")
     put(monkeypatch, train, **settings, out_dir=str(tmp_path / "one"))
     train.main()
@@ -72,7 +64,7 @@ def test_a_full_a_stopped_and_a_dead_rank(train, monkeypatch, data_dir, tmp_path
 
     With Muon, whose products in bfloat16 make more of small differences."""
     settings = SETTINGS | {"data_dir": str(data_dir), "max_steps": 50, "checkpoint_minutes": 0.005}
-    settings |= {"batch_size": 32, "batch_start": 16}
+    settings |= {"batch_size": 32, "batch_start": 32}  # whatever the micro_batch
     out = tmp_path / "out"
     ranks = torchrun(tmp_path, **settings | {"micro_batch": 16}, out_dir=out)
     wait_for_step(out, 6, ranks)

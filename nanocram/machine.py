@@ -56,9 +56,11 @@ def training_kernels():
     H100 gains 1.3 % by it and had no NaN."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
-    with contextlib.ExitStack() as at_exit, float32_products("high"):
-        at_exit.callback(torch.backends.cuda.enable_cudnn_sdp, before)
-        yield
+    try:
+        with float32_products("high"):
+            yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def native_bf16(device):

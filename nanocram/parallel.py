@@ -30,7 +30,7 @@ def join(device):
     if gpus:
         torch.cuda.set_device(LOCAL_RANK)
     print(f"rank {RANK} waits for the other {WORLD_SIZE - 1}", file=sys.stderr)
-    # it keeps the group that exists at its first import; leave() could not end that one's threads
+    # imported later it would keep the group, whose threads then outlive leave() and may abort
     from torch.distributed.nn import functional  # noqa: F401
 
     # The others wait in the next sum while rank 0 evaluates and saves.

@@ -77,7 +77,8 @@ def configure(namespace, argv=None, also=None):
             given = find_settings(after) | {name: after[name] for name in values}  # of any type
         for name, value in given.items():
             if name in values:
-                values[name] = convert(where, name, value, defaults[name])
+                if value is not values[name]:  # a recipe leaves most as they are
+                    values[name] = convert(where, name, value, defaults[name])
             elif name not in elsewhere:
                 near = difflib.get_close_matches(name, elsewhere | values, 1)
                 guess = f"did you mean {near[0]}?" if near else "--help lists them"

@@ -11,7 +11,6 @@ model's folder gets glue.jsonl, the runs, and glue.md, the table. Rerun the comm
 import hashlib
 import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,20 +50,12 @@ from tqdm import tqdm
 
 from model import Classifier, MaskedLM, mixed_precision
 from nanocram import glue, machine, model_folder, safety
-from nanocram.card import write_card
 from nanocram.data import Ragged, batches_by_length
-from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer, truncated
+from nanocram.tokenizer import CLS, PAD, SEP, Tokenizer
 
 # The paper's values, and those of BERT for --baseline=hf:…; a table names what a run did otherwise.
-PAPER = {
-    "epochs": 5,
-    "glue_warmup": 0.1,
-    "glue_schedule": "cosine",
-    "glue_beta2": 0.98,
-    "glue_eps": 1e-6,
-    "glue_weight_decay": 0.0,
-    "glue_seq_len": 128,
-}
+PAPER = {"epochs": 5, "glue_warmup": 0.1, "glue_schedule": "cosine", "glue_beta2": 0.98}
+PAPER |= {"glue_eps": 1e-6, "glue_weight_decay": 0.0, "glue_seq_len": 128}
 PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "glue_pooling": "cls"}
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 
@@ -80,10 +71,8 @@ def fingerprint(module):
 class Ours:
     """A model folder of train.py, or its architecture without the pre-training."""
 
-    pad = PAD
-    two_types = False  # pre-training has one token type: another's vector would be untrained
-
     def __init__(self, folder, scratch):
+        self.pad, self.two_types = PAD, False  # another type's vector would be untrained
         self.batch, self.lr, self.paper = glue_batch, glue_lr, PAPER_OURS
         try:
             self.pretrained = model_folder.load(folder)
@@ -99,9 +88,11 @@ class Ours:
         """[(sentence,) or (first, second), …] -> rows: (ids, length of the first)."""
         for text in texts:
             parts = [self.tokenizer.encode(part) for part in text]
-            # beside one [CLS], and one [SEP] for each part
-            keep = truncated([len(part) for part in parts], glue_seq_len - 1 - len(parts))
-            parts = [np.append(part[:n], SEP) for part, n in zip(parts, keep, strict=True)]
+            # the longer text gives: the shorter one is cut to half of the room at most
+            room = glue_seq_len - 1  # beside [CLS]
+            for n_done, i in enumerate(np.argsort([*map(len, parts)], kind="stable")):
+                parts[i] = np.append(parts[i][: room // (len(parts) - n_done) - 1], SEP)
+                room -= len(parts[i])
             yield np.concatenate([[CLS], *parts]), 1 + len(parts[0])
 
     def build(self, n_outputs):
@@ -125,7 +116,7 @@ class HuggingFace:
         self.name = name
         torch.manual_seed(0)  # a pooler may be new, and is a part of the fingerprint
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            self.tokenizer = AutoTokenizer.from_pretrained(name, model_max_length=glue_seq_len)
             net, info = self.load(2)
         except Exception as e:  # no network, no such model: each raises something else
             sys.exit(f"transformers cannot load {name}: {safety.first_line(e)}")
@@ -137,8 +128,7 @@ class HuggingFace:
         # only the classifier may be new, and perhaps a pooler before it
         new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
         prefix = net.base_model_prefix + "."
-        wrong = [key for key in new if key.startswith(prefix) and "pooler" not in key]
-        if wrong:
+        if wrong := [key for key in new if key.startswith(prefix) and "pooler" not in key]:
             sys.exit(f"{name} is incomplete: {min(wrong)} is missing or of another shape")
         if self.pad is None or len(self.tokenizer) > net.config.vocab_size:
             sys.exit(f"{name} has no padding token, or too many others for its model")
@@ -154,9 +144,8 @@ class HuggingFace:
         return net, info
 
     def encode(self, texts):
-        options = {"truncation": True, "max_length": glue_seq_len}
         for text in texts:
-            row = self.tokenizer(*text, return_token_type_ids=self.two_types, **options)
+            row = self.tokenizer(*text, truncation=True)
             ids = row["input_ids"]
             yield np.array(ids), row["token_type_ids"].count(0) if self.two_types else len(ids)
 
@@ -227,8 +216,7 @@ def predict(net, data, amp_dtype):
 
 
 def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
-    """{"train_loss", "scores", "seconds"} of one task with one seed; no scores if it diverged."""
-    start = time.perf_counter()
+    """{"train_loss", "scores", "constant"} of one task with one seed; no scores if it diverged."""
     data = {s: Ragged(*rows, candidate.pad, candidate.two_types, dev) for s, rows in splits.items()}
     torch.manual_seed(seed)
     net = candidate.build(len(glue.TASKS[task].labels) or 1).to(dev)  # a regression has one output
@@ -243,15 +231,16 @@ def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
             scores |= {metric + end: value for metric, value in found.items()}
             answers.update(values.argmax(1).tolist())
     train_loss = round(loss, 4) if scores else None  # JSON has no NaN
-    seconds = round(time.perf_counter() - start, 1)
     constant = len(answers) == 1 and bool(glue.TASKS[task].labels)
-    return {"train_loss": train_loss, "scores": scores, "seconds": seconds, "constant": constant}
+    return {"train_loss": train_loss, "scores": scores, "constant": constant}
 
 
 @machine.training_kernels()
 def main():
     # refuse settings that cannot work
+    is_hf = baseline.startswith("hf:")
     allowed = {
+        "baseline": ("scratch", baseline if is_hf or not baseline else "hf:PATH_OR_NAME"),
         "glue_schedule": ("cosine", "linear"),
         "glue_pooling": ("cls", "mean"),
         "seeds epochs glue_batch hf_batch": (1, math.inf),
@@ -261,9 +250,6 @@ def main():
         "glue_warmup glue_beta2 glue_dropout": (0, 0.99999),
     }
     check(globals(), allowed)
-    is_hf = baseline.startswith("hf:")
-    if not is_hf and baseline not in ("", "scratch"):
-        sys.exit("no such baseline: type --baseline=scratch, or --baseline=hf:PATH_OR_NAME")
     folder = Path(model)
     if not folder.is_dir():
         sys.exit(f"{model} not found: name the folder of a run of train.py, --model=out/NAME")
@@ -309,23 +295,19 @@ def main():
         for run in todo:
             task, seed = run["task"], run["seed"]
             bar.set_description(f"{task}, seed {seed}")
-            run |= fine_tune_and_score(candidate, task, seed, data[task], dev, amp_dtype, bar)
-            glue.add_runs(folder, run)
-            said = ", ".join(f"{key} {value:.1f}" for key, value in run["scores"].items())
-            if said:
-                said += f"  (training loss {run['train_loss']:.2f} in the last epoch)"
-            if run["constant"]:
-                said += ", each answer is the same"
-            bar.write(f"{task}, seed {seed}: {said or 'diverged'}; {run['seconds']:.0f} s")
+            job = candidate, task, seed, data[task], dev, amp_dtype, bar
+            seconds, found = machine.timed(dev, fine_tune_and_score, *job)
+            glue.add_runs(folder, run | found | {"seconds": round(seconds, 1)})
+            said = [f"{metric} {value:.1f}" for metric, value in found["scores"].items()]
+            said = said or ["diverged"]
+            said += ["each answer is the same"] * found["constant"]
+            said += [f"training loss {found['train_loss']} in the last epoch", f"{seconds:.0f} s"]
+            bar.write(f"{task}, seed {seed}: {', '.join(said)}")
 
     # the table of all runs so far, others' too; the last process to end has them all
-    with glue.lock(folder):
-        table = glue.table(glue.read_runs(folder).values())
-        write_card(folder, table)
+    table = glue.table(glue.add_runs(folder).values())
     print(f"\n{table}\n{folder}: glue.md (this table), glue.jsonl (every run)")
 
 
 if __name__ == "__main__":
-    size = "hf_batch" if baseline.startswith("hf:") else "glue_batch"
-    half = f"--{size}={max(1, globals()[size] // 2)} (no longer the paper's protocol)"
-    safety.run(main, model, "rerun the command to continue", half)
+    safety.run(main, model, "rerun the command to continue", "lower --glue_batch or --hf_batch")

@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
+from nanocram.card import write_card
 from nanocram.safety import first_line, write_text
 
 
@@ -79,11 +82,9 @@ def read(name, split, glue_dir):
     task = TASKS[name]
     path = Path(glue_dir) / task.folder / f"{split}.tsv"
     if not path.exists():
-        other = f"name another --glue_dir ('' is the Hub), or leave {name} out of --tasks"
-        sys.exit(f"{path} not found: fetch it, {other}")
+        sys.exit(f"{path} not found: name another --glue_dir ('' = Hub), or --tasks without {name}")
 
     header = ["source", "label", "mark", "sentence"] if name == "cola" else None  # others have one
-    number_of = {label: i for i, label in enumerate(task.labels)}
     texts, labels, n_short = [], [], 0
     with open(path, encoding="utf-8-sig", newline="\n") as f:
         rows = csv.DictReader(f, header, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -96,7 +97,7 @@ def read(name, split, glue_dir):
                     continue  # a few of QQP's rows end too soon; the Hub has left them out, too
                 texts.append(tuple(row[column] for column in task.texts))
                 label = row[task.label]
-                labels.append(number_of[label] if task.labels else float(label))
+                labels.append(task.labels.index(label) if task.labels else float(label))
                 if not 0 <= labels[-1] <= 5:  # STS-B's scores; numbers of classes are below 3
                     raise ValueError(f"no score is {label}")
             if n_short >= len(texts):  # with a header, say, where the official file has none
@@ -132,10 +133,6 @@ def facts(splits):
 
 def score(name, labels, outputs):
     """{metric: score} of a task's outputs (N, n_outputs) as percentages, as GLUE reports them."""
-    # Here, for they take seconds to import, and reading or drawing a table needs neither.
-    from scipy.stats import pearsonr, spearmanr
-    from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-
     functions = {"accuracy": accuracy_score, "f1": f1_score, "matthews": matthews_corrcoef}
     functions |= {"pearson": lambda *x: pearsonr(*x)[0], "spearman": lambda *x: spearmanr(*x)[0]}
     task = TASKS[name]
@@ -165,33 +162,17 @@ def read_runs(folder):
     return found
 
 
-def lock(folder):
-    """Several processes may fine-tune one model: one at a time writes its results."""
-    return FileLock(Path(folder) / ".glue.lock")
-
-
 def add_runs(folder, *new):
-    """Add runs to glue.jsonl, a run a line, draw glue.md from all of them; return read_runs()."""
-    with lock(folder):
-        runs = read_runs(folder)
-        for run in new:
-            runs.pop(key(run), None)  # the last one stands last
-            runs[key(run)] = run
+    """Add runs to glue.jsonl; draw all of it in glue.md and the card; return read_runs()."""
+    with FileLock(Path(folder) / ".glue.lock"):  # several processes may fine-tune one model
+        runs = read_runs(folder) | {key(run): run for run in new}
         lines = [json.dumps(run) + "\n" for run in runs.values()]
         write_text(Path(folder, "glue.jsonl"), "".join(lines))
-        write_text(Path(folder, "glue.md"), f"# GLUE\n\n{table(runs.values())}")
+        drawn = table(runs.values())
+        write_text(Path(folder, "glue.md"), f"# GLUE\n\n{drawn}")
+        if runs:
+            write_card(folder, drawn)
     return runs
-
-
-def group(runs):
-    """{name: {task: its runs on the data of the last one}}: others do not compare."""
-    groups = {}
-    for run in runs:
-        groups.setdefault(run["name"], {}).setdefault(run["task"], []).append(run)
-    for tasks in groups.values():
-        for task, found in tasks.items():
-            tasks[task] = [run for run in found if run["data"] == found[-1]["data"]]
-    return groups
 
 
 def flaws(runs):
@@ -203,11 +184,9 @@ def flaws(runs):
         n_in_train = runs[0]["in_train"].get(split, 0)
         if n_in_train > 0.02 * n:  # 1.5 % of CoLA's official ones are
             notes.append(f"{n_in_train:,} of {n:,} {split} rows are in train")
-    n_diverged = sum(run.get("scores") == {} for run in runs)
-    if n_diverged:
+    if n_diverged := sum(run.get("scores") == {} for run in runs):
         notes.append(f"{n_diverged} of {len(runs)} seeds diverged, left out")
-    n_constant = sum(run.get("constant", False) for run in runs)
-    if n_constant:
+    if n_constant := sum(run.get("constant", False) for run in runs):
         notes.append(f"{n_constant} of {len(runs)} seeds gave each row the same answer")
     return [f"{task.folder}: {note}" for note in notes]
 
@@ -216,29 +195,32 @@ def table_row(name, tasks):
     """The cells of a line: name and number of seeds, nine medians, their mean."""
     counts = sorted({len(runs) for runs in tasks.values()})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    medians, cells = [], []
-    for task, metric in NINE.values():
-        if task not in tasks:
-            cells.append("–")
-            continue
-        scores = [run["scores"][metric] for run in tasks[task] if run["scores"]]
-        medians.append(np.median(scores) if scores else np.nan)  # NaN if all have diverged
-        cells.append(f"{medians[-1]:.1f}{'*' if flaws(tasks[task]) else ''}")
-    star = "*" if any(cell.endswith("*") for cell in cells) else ""
+    medians, cells = [], dict.fromkeys(NINE, "–")
+    for heading, (task, metric) in NINE.items():
+        if task in tasks:
+            scores = [run["scores"][metric] for run in tasks[task] if run["scores"]]
+            medians.append(np.median(scores or np.nan))  # NaN if all have diverged
+            cells[heading] = f"{medians[-1]:.1f}{'*' if flaws(tasks[task]) else ''}"
+    star = "*" if "*" in "".join(cells.values()) else ""
     mean = f"{np.mean(medians):.1f}{star}" if medians else "–"
     if len(medians) < 9:
         mean += f" ({len(medians)} of 9)"
-    return [f"{name}; seeds: {seeds}", *cells, mean]
+    return [f"{name}; seeds: {seeds}", *cells.values(), mean]
 
 
 def table(runs):
     """The table of runs in Markdown, published scores below, and what its marks mean."""
+    # by name and task, those on the data of the last run: others do not compare
+    last = {(run["name"], run["task"]): run["data"] for run in runs}
+    groups = {}
+    for run in runs:
+        if run["data"] == last[run["name"], run["task"]]:
+            groups.setdefault(run["name"], {}).setdefault(run["task"], []).append(run)
     rows = [["GLUE, dev sets", *NINE, "mean of 9"], ["---"] + ["---:"] * 10]
     notes = []
-    for name, tasks in group(runs).items():
+    for name, tasks in groups.items():
         rows.append(table_row(name, tasks))
-        for found in tasks.values():
-            notes += [f"- \\* {flaw}" for flaw in flaws(found)]
+        notes += [f"- \\* {flaw}" for found in tasks.values() for flaw in flaws(found)]
     rows += [[f"{name} †", *cells.split()] for name, cells in REFERENCES.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -67,9 +67,7 @@ def to_ascii(run):
 
 
 def normalise(text, mode):
-    """Text as the vocabulary sees it: a space before every word, the first too, and none before
-    ASCII punctuation.
-
+    """Text as the vocabulary sees it: a space before every word, none before ASCII punctuation.
     "ascii" is the paper's (section 4.4) but for FOLD and NFKD: lower case, quotes unified, accents
     and all else outside ASCII removed. "plain" keeps every script. "none" is the text as it is."""
     if mode == "none":
@@ -105,7 +103,6 @@ def normaliser_steps(mode):
 
 def train_tokenizer(texts, size, mode, folder):
     """Train byte-level BPE of size entries; write tokenizer_config.json and, last, tokenizer.json.
-
     Exits with one line if the texts do not yield so many entries."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -117,7 +114,7 @@ def train_tokenizer(texts, size, mode, folder):
     # That of another word is in its token, but not in the token's offsets: with it the span of a
     # name began with a space, and the collator for whole words took a whole row for one word.
     prefixed = mode != "none"
-    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    strip = [decoders.Strip(" ", 1, 0)] * prefixed
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), *strip])
     offsets = processors.ByteLevel(add_prefix_space=prefixed, trim_offsets=True, use_regex=False)
     single, pair = "[CLS] $A [SEP]", "[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1"
@@ -126,8 +123,7 @@ def train_tokenizer(texts, size, mode, folder):
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*SPECIAL], show_progress=False)
     trainer.initial_alphabet = byte_level.alphabet()
     tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
-    got = tokenizer.get_vocab_size()
-    if got < size:
+    if (got := tokenizer.get_vocab_size()) < size:
         sys.exit(f"the text yields only {got} entries: type --vocab_size={got}, or give more text")
 
     spec = json.loads(tokenizer.to_str())
@@ -137,11 +133,8 @@ def train_tokenizer(texts, size, mode, folder):
     # entry is a merge, in the order of the ids.
     vocab = spec["model"]["vocab"]
     entries = sorted(vocab.keys() - SPECIAL.keys(), key=vocab.get)
-    merges = []
-    for entry in entries:
-        for i in range(1, len(entry)):
-            if entry[:i] in vocab and entry[i:] in vocab:
-                merges.append([entry[:i], entry[i:]])
+    splits = ([entry[:i], entry[i:]] for entry in entries for i in range(1, len(entry)))
+    merges = [parts for parts in splits if vocab.keys() >= {*parts}]
     spec["model"] |= {"merges": merges, "ignore_merges": True}
     # A word of running text has the space before it in its token, so a [MASK] for it takes it too.
     # The other normalisations drop that space, this one would leave it as a token of its own.
@@ -172,14 +165,13 @@ class Tokenizer:
         """Exits with one line if path is no tokenizer.json written by this file."""
         try:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
-            steps = spec["normalizer"]
-            self.mode = "ascii" if "Lowercase" in str(steps) else "plain" if steps else "none"
-            self.normalise = functools.partial(normalise, mode=self.mode)
-            if steps != normaliser_steps(self.mode):
-                raise ValueError("its text is normalised otherwise")
+            modes = [mode for mode in MODES if normaliser_steps(mode) == spec["normalizer"]]
+            # many files of others have no normaliser either, but split the words otherwise
             split = spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]
-            if split != {"Regex": PATTERN}:  # many files of others have no normaliser either
-                raise ValueError("its words are split otherwise")
+            if not modes or split != {"Regex": PATTERN}:
+                raise ValueError("its text is normalised or split otherwise")
+            self.mode = modes[0]
+            self.normalise = functools.partial(normalise, mode=self.mode)
             vocab = spec["model"]["vocab"]
             words = vocab.keys() - SPECIAL.keys()
             ranks = {bytes(BYTE_OF[char] for char in word): vocab[word] for word in words}
@@ -207,13 +199,3 @@ class Tokenizer:
         without a space in front go on with what is before them, be it a bracket or a quote."""
         begins = [self.decode([i])[0] for i in range(self.vocab_size)]
         return [unicodedata.category(char)[0] not in "LMN" and char != "\ufffd" for char in begins]
-
-
-def truncated(lengths, limit):
-    """How much of one or two texts of these lengths fits into limit tokens: the longer gives."""
-    if len(lengths) == 1:
-        return [min(lengths[0], limit)]
-    first, second = lengths
-    short = min(first, second, limit // 2)
-    long = min(max(first, second), limit - short)
-    return [short, long] if first <= second else [long, short]

@@ -1,12 +1,13 @@
 """Fine-tuning against a plain loop around transformers, and the script as a user runs it."""
 
-import contextlib
 import io
 import json
 import re
 import shutil
 import signal
+from contextlib import redirect_stdout
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
@@ -33,19 +34,17 @@ def model(tmp_path, data_dir):
     return write_model(tmp_path / "model", data_dir)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def settings(monkeypatch, glue_files):
     """The quick settings are the script's; others with put(settings, ft, name=value)."""
     put(monkeypatch, ft, **QUICK, glue_dir=str(glue_files[0]))
     return monkeypatch
 
 
-def run(model, glue_files, tasks="cola,stsb", **flags):
+def run(model, tasks="cola,stsb", **flags):
     """main() with these settings; what it prints."""
-    wanted = {"glue_dir": str(glue_files[0]), "model": str(model), "tasks": tasks, **flags}
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        put(patch, ft, **(QUICK | wanted))
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        put(patch, ft, model=str(model), tasks=tasks, **flags)
         ft.main()
     return printed.getvalue()
 
@@ -59,9 +58,10 @@ def scores(model):
 # is: the first text's here and since 0.23.3, the second's in 0.23.2.
 def test_inputs_are_those_of_transformers(model, settings, sentences):
     put(settings, ft, glue_seq_len=17)
-    others = [text * (1 + i % 3) for i, text in enumerate(reversed(sentences))]
+    others = [text[: 10 + 40 * (i % 3)] for i, text in enumerate(reversed(sentences))]
+    pairs = [*zip(sentences, others, strict=True), *zip(others, sentences, strict=True)]
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    for texts in ([(a,) for a in sentences], list(zip(sentences, others, strict=True))):
+    for texts in ([(a,) for a in sentences], pairs):
         columns = map(list, zip(*texts, strict=True))
         wanted = tokenizer(*columns, truncation=True, max_length=17, return_token_type_ids=True)
         found = list(ft.Ours(model, False).encode(texts))
@@ -95,7 +95,7 @@ def test_training_is_transformers(model, settings, task, n_outputs, pooling, dec
     config = transformers.ModernBertConfig.from_dict(modernbert_config(sizes) | facts)
     theirs = transformers.ModernBertForSequenceClassification(config).double().train()
     theirs.load_state_dict(to_folder_keys(net.state_dict(), sizes))
-    before = ft.predict(net, data, torch.float32)
+    before = torch.from_numpy(ft.predict(net, data, torch.float32))
     train_loss = ft.fine_tune(candidate, net, data, 3, torch.float32, BAR)
     assert net.training  # or nothing would be dropped
 
@@ -105,8 +105,7 @@ def test_training_is_transformers(model, settings, task, n_outputs, pooling, dec
     optimizer = torch.optim.AdamW(groups, 1e-3, (0.9, 0.98), 1e-6, weight_decay=decay)
     steps = [rows for epoch in range(2) for rows in batches_by_length(data.length, 8, (3, epoch))]
     schedule = transformers.get_scheduler(kind, optimizer, int(0.1 * len(steps)), len(steps))
-    numbers = torch.from_numpy(labels)
-    labels = numbers[:, None] if n_outputs == 1 else numbers
+    labels = torch.from_numpy(labels[:, None] if n_outputs == 1 else labels)
     losses = []
     for rows in steps:
         loss = theirs(**data.batch(rows)[0], labels=labels[rows]).loss
@@ -115,15 +114,13 @@ def test_training_is_transformers(model, settings, task, n_outputs, pooling, dec
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    after = ft.predict(net, data, torch.float32)
+    after = torch.from_numpy(ft.predict(net, data, torch.float32))
     wanted = theirs.eval()(**data.batch(np.arange(40))[0]).logits
-    before, after = torch.from_numpy(before), torch.from_numpy(after)
     assert error(after - before, wanted - before) < 1e-5  # float32 holds the losses
-    assert len(steps) == 10
-    assert train_loss == pytest.approx(np.mean(losses[5:]), rel=1e-3)
+    assert len(steps) == 10 and train_loss == pytest.approx(np.mean(losses[5:]), rel=1e-3)
 
 
-def test_what_is_built_has_the_pre_training_and_dropout(model, settings):
+def test_what_is_built_has_the_pre_training_and_dropout(model):
     pretrained = load(model).model.layers[0].attn.Wq.weight
     for scratch in (False, True):
         net = ft.Ours(model, scratch).build(2)
@@ -132,8 +129,10 @@ def test_what_is_built_has_the_pre_training_and_dropout(model, settings):
     assert {layer.attn.dropout for layer in net.model.layers} == {0.1}
 
 
-def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue_files):
-    printed = run(model, glue_files)
+def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue_files, settings):
+    put(settings, glue, write_card=Mock())
+    printed = run(model)
+    assert glue.write_card.call_args.args[0] == model
     finished = scores(model)
     assert sorted(finished) == [("cola", 0), ("cola", 1), ("stsb", 0), ("stsb", 1)]
     first = next(iter(glue.read_runs(model).values()))
@@ -142,46 +141,46 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     assert first["torch"] == torch.__version__
     page = (model / "glue.md").read_text()
     for text in ("RoBERTa-base", "85.1", "(2 of 9)", "CoLA: 40 train rows; the official"):
-        assert text in printed and text in page
+        assert text in printed and text in page and text in str(glue.write_card.call_args)
     for key in ("matthews", "pearson"):
         values = [found[key] for found in finished.values() if key in found]
         assert f"{np.median(values):.1f}*" in page
 
     # killed in one of many fine-tunings
     (model / "glue.jsonl").unlink()
-    settings = QUICK | {"glue_dir": glue_files[0], "model": model, "tasks": "cola,stsb"}
-    process = begin("finetune_glue.py", **settings | {"seeds": 20})
+    many = QUICK | {"seeds": 20, "tasks": "cola,stsb", "glue_dir": ft.glue_dir}
+    process = begin("finetune_glue.py", model=model, **many)
     wait_for(lambda: glue.read_runs(model), process)
     process.kill()
     process.end(-signal.SIGKILL)
     n_done = len([seed for _, seed in scores(model) if seed < 2])
-    assert f"{n_done} of 4 fine-tunings are in" in run(model, glue_files)
+    assert f"{n_done} of 4 fine-tunings are in" in run(model)
     assert {job: found for job, found in scores(model).items() if job[1] < 2} == finished
-    again = run(model, glue_files)
+    again = run(model)
     assert "4 of 4 fine-tunings are in" in again and "training loss" not in again
     # other settings, seeds, weights and candidates are other runs
-    other = run(model, glue_files, epochs=1, tasks="cola", seeds=1)
+    other = run(model, epochs=1, tasks="cola", seeds=1)
     assert ", epochs=1, " in other and "already" not in other
-    more = run(model, glue_files, tasks="cola", first_seed=1, seeds=2)
+    more = run(model, tasks="cola", first_seed=1, seeds=2)
     assert "1 of 2 fine-tunings are in" in more and "; seeds: 2 to 3" in more
     write_model(model, data_dir, norm_eps=1e-4, linear_bias=True)
-    assert "already" not in run(model, glue_files, tasks="cola")
+    assert "already" not in run(model, tasks="cola")
     path = glue_files[0] / "CoLA/dev.tsv"
     before = path.read_text("utf-8")
     path.write_text(before.replace("a", "b"), "utf-8")  # with as many rows
-    assert "already" not in run(model, glue_files, tasks="cola")
+    assert "already" not in run(model, tasks="cola")
     path.write_text(before, "utf-8")
-    assert "already" not in run(model, glue_files, baseline="scratch", tasks="cola")
-    theirs = run(model, glue_files, baseline=f"hf:{model}", tasks="stsb", hf_batch=8)
+    assert "already" not in run(model, baseline="scratch", tasks="cola")
+    theirs = run(model, baseline=f"hf:{model}", tasks="stsb", hf_batch=8)
     assert "batch 8, AdamW 2e-05" in theirs and "already" not in theirs
     page = (model / "glue.md").read_text()
     assert "| model without pre-training, float32, epochs=2" in page and "hf_batch=8" in page
     assert len({run["name"] for run in glue.read_runs(model).values()}) == 5
 
 
-def test_a_seed_that_diverges_does_not_end_the_rest(model, glue_files):
+def test_a_seed_that_diverges_does_not_end_the_rest(model):
     """At a learning rate that no network survives."""
-    printed = run(model, glue_files, tasks="stsb", glue_lr=1e30)
+    printed = run(model, tasks="stsb", glue_lr=1e30)
     assert "stsb, seed 1: diverged" in printed and "STS-B: 2 of 2 seeds diverged" in printed
     assert scores(model) == {("stsb", 0): {}, ("stsb", 1): {}}
     for line in (model / "glue.jsonl").read_text().splitlines():
@@ -205,15 +204,14 @@ def encoder(kind, folder, data_dir):
 
 
 @pytest.mark.parametrize("kind", ["BertModel", "RobertaModel", "BertForSequenceClassification"])
-def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
+def test_encoders_of_transformers_learn(kind, tmp_path, data_dir):
     """Token types only where the model has them. A head that was trained elsewhere is dropped."""
     saved = encoder(kind, tmp_path, data_dir)
     candidate = ft.HuggingFace(str(tmp_path))
     assert candidate.two_types == kind.startswith("Bert")
     candidate.batch = 8
     texts, labels = glue.read("mnli", "train", ft.glue_dir)
-    rows = list(candidate.encode(texts))
-    data = Ragged(rows, labels, candidate.pad, candidate.two_types, CPU)
+    data = Ragged([*candidate.encode(texts)], labels, candidate.pad, candidate.two_types, CPU)
     net = candidate.build(3)
     built = net.base_model.state_dict()
     for name, p in saved.base_model.state_dict().items():
@@ -225,22 +223,21 @@ def test_encoders_of_transformers_learn(kind, settings, tmp_path, data_dir):
     columns = zip(*texts, strict=True)
     options = {"padding": True, "truncation": True, "max_length": 128, "return_tensors": "pt"}
     wanted = net(**candidate.tokenizer(*map(list, columns), **options)).logits.detach()
-    assert np.allclose(before, wanted, atol=1e-5)
+    assert before.shape == (40, 3) and np.allclose(before, wanted, atol=1e-5)
     ft.fine_tune(candidate, net, data, 0, torch.float32, BAR)
-    after = ft.predict(net, data, torch.float32)
-    assert before.shape == (40, 3) and not np.allclose(before, after, atol=1e-4)
+    assert not np.allclose(before, ft.predict(net, data, torch.float32), atol=1e-4)
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(model, glue_files, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_one_line(model, settings):
     """Before the first fine-tuning, whose result would be lost."""
     (model / ".glue.lock").mkdir()
-    put(monkeypatch, ft, fine_tune=pytest.fail)
+    put(settings, ft, fine_tune=pytest.fail)
     with pytest.raises(SystemExit, match="make a copy, type --model=COPY"):
-        run(model, glue_files)
+        run(model)
 
 
-def test_all_tasks_at_once(model, glue_files):
-    printed = run(model, glue_files, tasks=",".join(glue.TASKS), epochs=1, seeds=1)
+def test_all_tasks_at_once(model):
+    printed = run(model, tasks=",".join(glue.TASKS), epochs=1, seeds=1)
     assert [*scores(model)] == [(name, 0) for name in glue.TASKS]
     assert [*scores(model)["mnli", 0]] == ["accuracy", "accuracy_mm"]
     assert " of 9)" not in printed
@@ -248,7 +245,7 @@ def test_all_tasks_at_once(model, glue_files):
 
 def put_mnli(folder, glue_dir):
     """The rows of official files as nyu-mll/glue has them: parquet, and a page that names them."""
-    page = ["---", "configs:", "- config_name: mnli", "  data_files:"]
+    files = []
     for split in glue.TASKS["mnli"].rows:
         texts, labels = glue.read("mnli", split, glue_dir)
         premise, hypothesis = zip(*texts, strict=True)
@@ -256,8 +253,9 @@ def put_mnli(folder, glue_dir):
         table = pyarrow.table(columns | {"idx": range(len(labels))})
         split = split.replace("dev", "validation")
         pyarrow.parquet.write_table(table, folder / f"{split}.parquet")
-        page += [f"  - split: {split}", f"    path: {split}.parquet"]
-    (folder / "README.md").write_text("\n".join([*page, "---", ""]))
+        files.append({"split": split, "path": f"{split}.parquet"})
+    configs = json.dumps([{"config_name": "mnli", "data_files": files}])
+    (folder / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
 
 
 @pytest.mark.slow
@@ -270,11 +268,10 @@ def test_glue_and_a_model_of_the_hub(tmp_path, data_dir, model, glue_files, monk
     encoder("BertModel", theirs, data_dir)
     stand_in = StandIn(tmp_path / "hub", monkeypatch)
     settings = {"tasks": "mnli", "seeds": 1, "hf_batch": 8}
-    by_name = {"model": model, "baseline": "hf:some/encoder"}
-    script("finetune_glue.py", **QUICK | settings | by_name)
+    script("finetune_glue.py", model=model, baseline="hf:some/encoder", **QUICK | settings)
     asked = " ".join(stand_in.requests)
     stand_in.stop()
     assert re.search("some/encoder.*model.safetensors", asked) and "nyu-mll/glue" in asked
-    run(model, glue_files, **settings, baseline=f"hf:{theirs}")
+    run(model, **settings, baseline=f"hf:{theirs}")
     by_name, of_folder = glue.read_runs(model).values()
     assert all(by_name[key] == of_folder[key] for key in ("rows", "weights", "scores"))

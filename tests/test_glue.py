@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import warnings
 
 import numpy as np
 import pytest
@@ -14,16 +13,15 @@ from nanocram import glue
 
 
 def found(name, labels, answers):
-    """The scores of answers, numbers of classes or values; no warning is shown."""
+    """The scores of answers, numbers of classes or values."""
     answers = np.array(answers)
     outputs = answers[:, None] if name == "stsb" else np.eye(2)[answers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scores = glue.score(name, np.array(labels), outputs)
+    scores = glue.score(name, np.array(labels), outputs)
     assert all(type(value) is float for value in scores.values())  # as JSON wants them
     return scores
 
 
+@pytest.mark.filterwarnings("error")
 def test_metrics_are_scikit_learns_and_scipys():
     rng = np.random.default_rng(0)
     many = rng.integers(0, 2, (2, 400_000))  # MCC's four sums multiply to 10^21
@@ -87,21 +85,14 @@ def runs(name="x", seed=0, **scores):
 
 def cells(name, some_runs):
     """The cells of a line of the table, by the heading of their column."""
-    table = table_cells(glue.table(some_runs))
-    (line,) = [line for line in table if line[0].startswith(name)]
+    (line,) = [line for line in table_cells(glue.table(some_runs)) if line[0].startswith(name)]
     return dict(zip(["name", *glue.NINE, "mean of 9"], line, strict=True))
 
 
-FULL = {
-    "cola": {"matthews": 50.0},
-    "sst2": {"accuracy": 90.0},
-    "mrpc": {"f1": 88.0, "accuracy": 84.0},
-    "stsb": {"pearson": 86.0, "spearman": 85.0},
-    "qqp": {"f1": 87.0, "accuracy": 90.0},
-    "mnli": {"accuracy": 82.0, "accuracy_mm": 83.0},
-    "qnli": {"accuracy": 89.0},
-    "rte": {"accuracy": 60.0},
-}
+FULL = {"cola": {"matthews": 50.0}, "sst2": {"accuracy": 90.0}}
+FULL |= {"mrpc": {"f1": 88.0, "accuracy": 84.0}, "stsb": {"pearson": 86.0, "spearman": 85.0}}
+FULL |= {"qqp": {"f1": 87.0, "accuracy": 90.0}, "mnli": {"accuracy": 82.0, "accuracy_mm": 83.0}}
+FULL |= {"qnli": {"accuracy": 89.0}, "rte": {"accuracy": 60.0}}
 
 
 def test_the_mean_is_of_the_nine_numbers_and_what_is_partial_is_marked():
@@ -128,9 +119,7 @@ def test_the_mean_is_of_the_nine_numbers_and_what_is_partial_is_marked():
     mixed[1] |= {"data": "other", "constant": True}
     assert cells("x", mixed[:2])["RTE"] == "60.0*" and cells("x", mixed)["RTE"] == "98.5"
     assert "RTE: 1 of 1 seeds gave each row the same answer" in glue.table(mixed[:2])
-
-
-def test_medians_are_over_seeds_and_score_by_score():
+    # medians are over seeds and score by score
     three = []
     for seed, matched in enumerate((70.0, 95.0, 80.0)):
         three += runs(seed=seed, mnli={"accuracy": matched, "accuracy_mm": 100 - matched})
@@ -140,29 +129,24 @@ def test_medians_are_over_seeds_and_score_by_score():
     assert cells("x", three)["MNLI-m"] == "87.5*"
 
 
-def test_a_run_that_is_added_again_replaces_the_first(tmp_path):
-    for score in (50.0, 60.0):
-        for seed in range(2):
-            glue.add_runs(tmp_path, *runs(seed=seed, rte={"accuracy": score + seed}))
-    stored = glue.read_runs(tmp_path)
-    assert [run["scores"]["accuracy"] for run in stored.values()] == [60.0, 61.0]
-    path = tmp_path / "glue.jsonl"
-    assert [json.loads(line) for line in path.read_text().splitlines()] == list(stored.values())
-    assert "60.5" in (tmp_path / "glue.md").read_text()
-    # a line that is no run is named, and stays
-    path.write_text("precious\n")
-    with pytest.raises(SystemExit, match="line 1 is no run"):
-        glue.add_runs(tmp_path, *runs(rte=FULL["rte"]))
-    assert path.read_text() == "precious\n"
-
-
-def add_ten(folder, seed):
-    for i in range(10):
-        glue.add_runs(folder, *runs(seed=10 * seed + i, rte={"accuracy": 50.0}))
+def add_one(folder, seed, accuracy=50.0):
+    glue.add_runs(folder, *runs(seed=seed, rte={"accuracy": accuracy}))
 
 
 def test_processes_that_add_runs_at_once_lose_none(tmp_path):
     with multiprocessing.get_context("fork").Pool(3) as pool:
-        pool.starmap(add_ten, [(tmp_path, i) for i in range(3)])
+        pool.starmap(add_one, [(tmp_path, seed) for seed in range(30)])
     assert sorted(run["seed"] for run in glue.read_runs(tmp_path).values()) == [*range(30)]
     assert "; seeds: 30 " in (tmp_path / "glue.md").read_text()
+    # one that is added again replaces the first
+    for seed in range(20):
+        add_one(tmp_path, seed, 60.0)
+    path, stored = tmp_path / "glue.jsonl", [*glue.read_runs(tmp_path).values()]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == stored
+    assert sum(run["scores"]["accuracy"] for run in stored) == 20 * 60 + 10 * 50
+    assert "; seeds: 30 " in glue.table(stored) and cells("x", stored)["RTE"] == "60.0"
+    # a line that is no run is named, and stays
+    path.write_text("precious\n")
+    with pytest.raises(SystemExit, match="line 1 is no run"):
+        add_one(tmp_path, 0)
+    assert path.read_text() == "precious\n"

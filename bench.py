@@ -5,8 +5,7 @@
     python bench.py config/offload.py --n_layer=8    # streamed from host memory
 
 Every setting of train.py is one here too. Rows are random tokens, so that no data must be prepared.
-A figure is a median, with the range of the middle 80 % behind it. results/bench_modernbert.py has
-the speed of what a user would pick instead.
+A figure is a median and the range of the middle 80 %. results/bench_modernbert.py times a rival.
 """
 
 import re
@@ -32,9 +31,7 @@ from nanocram.data import Rows
 from nanocram.tokenizer import SPECIAL
 
 DISCARDED = 3  # of the measured steps, the first: clocks and caches have yet to find their level
-# The progress to measure at. At 0 the learning rate is 0: what zero_init made 0 would stay 0, and
-# products of zeros are fast.
-MIDDLE = 0.5
+MIDDLE = 0.5  # the progress to measure at: at 0 what zero_init made 0 would stay so, and be fast
 
 
 class RandomRows(Rows):
@@ -76,13 +73,11 @@ def measure_speed(run):
     """Print the first step, tokens/s and MFU."""
     dev = run.device
     full_batch = train.batch_size
-    held_out_rows = run.rows.read(0, run.small_pass)
-    setup_seconds, _ = machine.timed(dev, train.set_up, run, held_out_rows)
+    setup_seconds, _ = machine.timed(dev, train.set_up, run, run.rows.read(0, run.small_pass))
     if dev.type == "cuda":  # the search holds memory that a step does not
         torch.cuda.reset_peak_memory_stats()
     first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
-    seconds = first + setup_seconds
-    print(f"first step   {seconds:.1f} s, with compiling and the search for micro_batch")
+    print(f"first step   {first + setup_seconds:.1f} s, compiling and finding micro_batch included")
 
     # steps of about 2 s, or less, between two measurements of the yardstick
     n_micro = max(1, min(full_batch // run.micro_batch, int(2 / min(others))))
@@ -100,10 +95,9 @@ def measure_speed(run):
 
 def print_memory(run):
     """Print the peak of memory: of the GPU, or of the whole process, where Linux tells."""
-    status = Path("/proc/self/status")
     if run.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
-    elif status.exists():
+    elif (status := Path("/proc/self/status")).exists():
         peak = 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])
     else:
         return

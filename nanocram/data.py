@@ -41,10 +41,8 @@ class Rows:
     """The rows of a .bin file in an endless cycle, which begins where seed says: 0 at the first."""
 
     def __init__(self, path, seq_len, dev="cpu", seed=0):
-        self.path = Path(path)
-        self.seq_len = seq_len
-        self.dev = torch.device(dev)
-        self.count = self.path.stat().st_size // (2 * seq_len)
+        self.path, self.seq_len, self.dev = path, seq_len, torch.device(dev)
+        self.count = path.stat().st_size // (2 * seq_len)
         self.begin = int(np.random.default_rng(seed).integers(self.count)) if seed else 0
 
     def __len__(self):
@@ -70,11 +68,6 @@ class Rows:
         return rows.pin_memory().to(self.dev, non_blocking=True)  # the CPU does not wait
 
 
-def round_up(n, multiple):
-    """The least multiple that is no less than n."""
-    return (n + multiple - 1) // multiple * multiple
-
-
 def frequency_loss(rows, held_out_rows):
     """Nats per token of held-out rows (N, T) by the frequencies of the first 4M tokens of Rows."""
     read = rows.read(0, min(len(rows), 2**22 // rows.seq_len))[:, 1:]  # without [CLS]
@@ -93,7 +86,7 @@ def held_out(rows, batch_size):
     positions = torch.stack([row.topk(K).indices for row in scores]) + 1  # (N, K)
     tokens = rows.gather(1, positions)
     batch_size = min(batch_size, N)
-    filled = torch.arange(round_up(N, batch_size)) % N  # a few rows are repeated at the end
+    filled = torch.arange(N + -N % batch_size) % N  # whole batches: a few rows are there twice
     sets = {}
     for rate in (15, 25):
         kept = torch.arange(K) >= round(rate * T / 100)  # not masked at this rate
@@ -150,7 +143,8 @@ class Ragged:
     def __init__(self, rows, labels, pad, two_types, dev):
         self.two_types, self.dev = two_types, dev
         self.length, first = np.array([(len(ids), first) for ids, first in rows]).T
-        padded = np.full((len(rows), round_up(self.length.max(), 8)), pad, np.int32)
+        self.width = self.length + -self.length % 8  # a multiple of 8
+        padded = np.full((len(rows), self.width.max()), pad, np.int32)
         for row, (ids, _) in zip(padded, rows, strict=True):
             row[: len(ids)] = ids
         arrays = {"ids": padded, "length": self.length, "first": first, "labels": labels.tolist()}
@@ -160,7 +154,7 @@ class Ragged:
     def batch(self, rows):
         """(inputs, labels) of rows, by transformers' names, (B, T) and (B,). attention_mask is None
         where nothing is padded; token_type_ids are there if a model has two."""
-        T = int(round_up(self.length[rows].max(), 8))
+        T = int(self.width[rows].max())
         which = torch.from_numpy(rows).to(self.dev, non_blocking=self.dev.type == "cuda")
         at = torch.arange(T, device=self.dev)
         real = at < self.tensors["length"][which, None]  # (B, T)

@@ -51,17 +51,13 @@ def test_the_loss_of_frequencies(tmp_path):
 
 
 def test_data_that_is_not_what_it_was_is_one_line(data_dir, tmp_path):
-    folder = shutil.copytree(data_dir, tmp_path / "data")
-    train_bin, val_bin = (folder / name for name in ("train.bin", "val.bin"))
-    rows = Rows(train_bin, 128)
-    whole = train_bin.read_bytes()
-    train_bin.write_bytes(whole[:-256])
-    with pytest.raises(SystemExit, match=r"^.*train\.bin .*run python prepare\.py.*$"):
+    for name, end in (("val.bin", 256 * b"\1"), ("train.bin", b"")):
+        folder = shutil.copytree(data_dir, tmp_path / name)
         load_meta(folder)
+        rows = Rows(folder / "train.bin", 128)
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-256] + end)
+        with pytest.raises(SystemExit, match=r"^.*train\.bin .*run python prepare\.py.*$"):
+            load_meta(folder)
     with pytest.raises(SystemExit, match=r"^.*train\.bin cannot be read to its end.*$"):
         rows.read(len(rows) - 1, 1)  # it shrank in mid-run
-    train_bin.write_bytes(whole)
-    load_meta(folder)
-    val_bin.write_bytes(val_bin.read_bytes()[:-2] + b"\0\1")
-    with pytest.raises(SystemExit, match=r"^.*val\.bin .*run python prepare\.py.*$"):
-        load_meta(folder)

@@ -75,8 +75,7 @@ def find_files():
             sys.exit(f"no file matches {name!r}: give globs in quotes, --source='a/*.txt,b.jsonl'")
         for path in paths:
             if not file_kind(path):
-                kinds = ".txt, .log, .jsonl, .json, .csv, .tsv, each also .gz or .zst, or .parquet"
-                sys.exit(f"{path} is of no kind that is read: make it one of {kinds}")
+                sys.exit(f"{path} is of no kind that is read: use .txt, .jsonl, .csv or .parquet")
             if not os.access(path, os.R_OK):
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
         new = [path for path in paths if path not in seen]  # globs may overlap
@@ -112,9 +111,9 @@ def read_file(path, skipped):
 
 
 def read_batches(files, place, least=None):
-    """Yield (texts, {place where to go on, bytes read so far, whether they are of the Hub}) of
-    batches of least characters from a place on: [number of a file, number of a document in it].
-    A batch never mixes text of local files with the Hub's, of which max_tokens are read."""
+    """Yield batches of least characters from a place on, [number of a file, of a document in it]:
+    (texts, {place where to go on, bytes read so far, whether they are of the Hub}). None mixes text
+    of local files with the Hub's, of which max_tokens are read."""
     first, skipped = place
     before = sum(n_bytes for _, n_bytes, *_ in files[:first])
     of_hub = [path.startswith(HUB) for path, *_ in files]
@@ -147,8 +146,7 @@ def has_copies(texts):
 
 
 def is_held_out(text, val_share, by_key=False):
-    """Decide by the text alone, or by its copy_key(), so that every copy of a held-out document
-    stays out of training."""
+    """Decide by the text alone, or by its copy_key(), so that its copies are held out, too."""
     data = copy_key(text) if by_key else text.replace("\r\n", "\n").encode("utf-8", "replace")
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return int.from_bytes(digest, "little") < val_share * 2**64
@@ -158,7 +156,7 @@ def filter_threshold():
     """Documents with at least so many tokens a character are dropped, of which the paper's 0.25
     counts ALBERT's (section 4.4). Ours are fitted to drop as many: see docs/how_it_works.md."""
     if filter_ratio >= 0 or vocab_size < 4096 or normalisation == "none":
-        return max(0.0, filter_ratio)
+        return max(0.0, filter_ratio) or 1e9  # drop none
     least, slope = (0.237, 0.011) if normalisation == "ascii" else (0.246, 0.014)
     halvings = max(0.0, 15 - np.log2(vocab_size))
     return round(least + slope * halvings + 0.0041 * halvings**2, 3)
@@ -166,16 +164,15 @@ def filter_threshold():
 
 def make_vocabulary(files, folder):
     """Train it on the first texts of each source, or copy it; exit where it does not suit them.
-    Returns what is_held_out() takes: copy_key() decides if some of these texts are copies. Else it
-    would move rows for nothing."""
+    Returns what is_held_out() takes; without copies by_key would move rows for nothing."""
     print(f"vocabulary  {vocab_size} entries, of {tokenizer or f'{vocab_sample_mb} MB at most'}")
     sample, size, n_documents = [], 0, 0  # of all text, roughly
     for paths in files.values():
         parts = read_batches(paths, [0, 0], vocab_sample_mb * 1e6 / len(files))
-        for texts, state in itertools.islice(parts, 1):
+        for texts, batch in itertools.islice(parts, 1):
             n_characters = sum(map(len, texts))
-            scale = max(1, sum(n_bytes for _, n_bytes, *_ in paths) / max(1, state["bytes"]))
-            if max_tokens and state["hub"]:
+            scale = max(1, sum(n_bytes for _, n_bytes, *_ in paths) / max(1, batch["bytes"]))
+            if max_tokens and batch["hub"]:
                 scale = min(scale, 4 * max_tokens / max(1, n_characters))
             size += scale * n_characters
             n_documents += scale * len(texts)
@@ -200,7 +197,7 @@ def make_vocabulary(files, folder):
         to_train_on = (text for text in sample if not is_held_out(text, **rule))
         with safety.ends_at_once():
             train_tokenizer(to_train_on, vocab_size, normalisation, folder)
-    if filter_ratio < 0 and filter_threshold():
+    if filter_ratio < 0 and filter_threshold() < 1:
         vocabulary = Tokenizer(folder / "tokenizer.json")
         normal = [vocabulary.normalise(text) for text in begins]
         ratios = [len(vocabulary.encode_normal(text)) / max(1, len(text)) for text in normal]
@@ -225,40 +222,36 @@ def check_normalisation(texts):
 # Rows
 
 
-def process_batch(number, texts, state, vocabulary, folder, rule):
-    """Write a batch's rows, shuffled, and its held-out ids, then state, which is returned."""
-    threshold = filter_threshold()
+def process_batch(number, texts, batch, vocabulary, folder, rule):
+    """Write the rows of texts, shuffled, and their held-out ids, then batch; return that."""
     normals = [vocabulary.normalise(text) for text in texts]
     pieces = [np.append(vocabulary.encode_normal(normal), np.uint16(SEP)) for normal in normals]
     n_tokens, n_characters = (np.array([*map(len, parts)]) for parts in (pieces, normals))
     reasons = {  # not to keep a text, the first that holds
         "empty": n_tokens == 1,
         "held_out": [is_held_out(text, **rule) for text in texts],
-        "filtered": (n_tokens - 1 >= threshold * n_characters) & (threshold > 0),
+        "filtered": n_tokens - 1 >= filter_threshold() * n_characters,
     }
     fate = np.select([*reasons.values()], [*reasons], "kept")
     kept, held_out = fate == "kept", fate == "held_out"
-    count = {"read": len(texts), "kept": int(kept.sum())}
-    count |= {name: int((fate == name).sum()) for name in ("held_out", "filtered", "empty")}
-    count["not_utf8"] = sum("\ufffd" in text for text in texts)
-    none = np.zeros(0, np.uint16)
-    train_ids = np.concatenate([none, *itertools.compress(pieces, kept)])
-    val_ids = np.concatenate([none, *itertools.compress(pieces, held_out)])
+    count = {"read": len(texts), "not_utf8": sum("\ufffd" in text for text in texts)}
+    count |= {name: int((fate == name).sum()) for name in ("kept", *reasons)}
+    ids = np.concatenate(pieces)
+    train_ids, val_ids = (ids[np.repeat(chosen, n_tokens)] for chosen in (kept, held_out))
     count |= {"tokens": len(train_ids), "characters": int(n_characters[kept].sum())}
     count["words"] = sum(len(text.split()) for text in itertools.compress(texts, kept))
     count |= {"val_tokens": len(val_ids), "val_characters": int(n_characters[held_out].sum())}
 
     rows = np.random.default_rng(number).permutation(in_rows(train_ids))
-    stops = np.zeros(len(rows), np.int64)
-    if order == "curriculum":  # it counts "." alone, as the paper's code: no "?", no '."'
-        stops = (rows == vocabulary.encoding.encode_single_token(".")).sum(axis=1)
-        rows = rows[np.argsort(-stops, kind="stable")]
+    stop = vocabulary.encoding.encode_single_token(".")  # as the paper's code: no "?", no '."'
+    stops = (rows == stop).sum(axis=1) * (order == "curriculum")
+    rows = rows[np.argsort(-stops, kind="stable")]
     stem = folder / f"batch-{number:05}"
     safety.write_beside(stem.with_suffix(".train"), rows.tofile)
     safety.write_beside(stem.with_suffix(".val"), val_ids.tofile)
-    state |= {"rows": np.bincount(stops).tolist(), "counts": count}  # rows by their full stops
-    safety.write_text(stem.with_suffix(".json"), json.dumps(state))
-    return state
+    batch |= {"rows": np.bincount(stops).tolist(), "counts": count}  # rows by their full stops
+    safety.write_text(stem.with_suffix(".json"), json.dumps(batch))
+    return batch
 
 
 def in_rows(ids):
@@ -267,51 +260,50 @@ def in_rows(ids):
     return np.insert(ids[:whole].reshape(-1, seq_len - 1), 0, CLS, axis=1)
 
 
-def hub_tokens(states):
-    return max_tokens and sum(state["counts"]["tokens"] for state in states if state["hub"])
+def hub_tokens(batches):
+    return max_tokens and sum(batch["counts"]["tokens"] for batch in batches if batch["hub"])
 
 
 def process_batches(files, folder, rule):
-    """The states of all batches, in order; exits if a file cannot be read to its end."""
+    """What is known of each batch, in order; exits if a file cannot be read to its end."""
     sums = [""]  # of the first 0, 1, 2 files
     for file in files:
         sums.append(hashlib.blake2b(f"{sums[-1]}{file}".encode(), digest_size=8).hexdigest())
-    states, running, wanted = [], [], max_tokens or np.inf
+    batches, running, wanted = [], [], max_tokens or np.inf
     # go on behind finished batches, up to the first that is of other files
-    while (path := folder / f"batch-{len(states):05}.json").exists():
-        state = json.loads(path.read_text("utf-8"))
-        if hub_tokens(states) >= wanted or state["checksum"] not in sums:
+    while (path := folder / f"batch-{len(batches):05}.json").exists():
+        batch = json.loads(path.read_text("utf-8"))
+        if hub_tokens(batches) >= wanted or batch["checksum"] not in sums:
             break
-        states.append(state)
+        batches.append(batch)
     if n_found := len([*folder.glob("batch-*.json")]):
-        print(f"going on behind {len(states)} finished batches in a row, of {n_found}")
-    size = sum(n_bytes for _, n_bytes, *_ in files)
-    unit = "tokens" if max_tokens else "B"
-    bar = safety.Bar(total=max_tokens or size, unit=unit, unit_scale=True)
-    batches = read_batches(files, states[-1]["place"] if states else [0, 0])
+        print(f"going on behind {len(batches)} finished batches in a row, of {n_found}")
+    total = max_tokens or sum(n_bytes for _, n_bytes, *_ in files)
+    bar = safety.Bar(total=total, unit="tokens" if max_tokens else "B", unit_scale=True)
+    to_come = read_batches(files, batches[-1]["place"] if batches else [0, 0])
     vocabulary = Tokenizer(folder / "tokenizer.json")
     # encoding frees Python's lock, all else holds it: more than two threads gain little
     with ThreadPoolExecutor(2) as pool, bar:  # its end waits for what is under way
-        while hub_tokens(states) < wanted:
-            for texts, state in itertools.islice(batches, 4 - len(running)):  # two wait
-                file, document = state["place"]
-                state["checksum"] = sums[file + (document > 0)]
-                job = len(states) + len(running), texts, state, vocabulary, folder, rule
+        while hub_tokens(batches) < wanted:
+            for texts, batch in itertools.islice(to_come, 4 - len(running)):  # two wait
+                file, document = batch["place"]
+                batch["checksum"] = sums[file + (document > 0)]
+                job = len(batches) + len(running), texts, batch, vocabulary, folder, rule
                 running.append(pool.submit(process_batch, *job))
             if not running:
                 break
-            states.append(running.pop(0).result())
-            bar.update((hub_tokens(states) if max_tokens else states[-1]["bytes"]) - bar.n)
-    return states
+            batches.append(running.pop(0).result())
+            bar.update((hub_tokens(batches) if max_tokens else batches[-1]["bytes"]) - bar.n)
+    return batches
 
 
-def merge(states, folder):
+def merge(batches, folder):
     """Write train.bin: the next row comes from a random batch, in proportion to the rows that each
     has left. Those of a batch are shuffled already."""
-    read = [0] * len(states)  # bytes of each batch
-    numbers = np.arange(len(states), dtype=np.min_scalar_type(len(states)))
+    read = [0] * len(batches)  # bytes of each batch
+    numbers = np.arange(len(batches), dtype=np.min_scalar_type(len(batches)))
     rng = np.random.default_rng(0)
-    by_stops = itertools.zip_longest(*(state["rows"] for state in states), fillvalue=0)
+    by_stops = itertools.zip_longest(*(batch["rows"] for batch in batches), fillvalue=0)
     levels = [rng.permutation(np.repeat(numbers, n_rows)) for n_rows in reversed([*by_stops])]
     batch_of_row = np.concatenate([numbers[:0], *levels])
     with open(folder / "train.bin", "wb") as f:
@@ -328,11 +320,11 @@ def merge(states, folder):
     return len(batch_of_row)
 
 
-def finish(states, folder, settings, rule):
-    """Merge the batches; write meta.json, which makes the folder finished; return its counts."""
-    count = {name: sum(s["counts"][name] for s in states) for name in states[0]["counts"]}
-    count["rows"] = merge(states, folder)
-    held_out = [np.fromfile(folder / f"batch-{i:05}.val", np.uint16) for i in range(len(states))]
+def finish(batches, folder, settings, rule, begin):
+    """Merge the batches, write meta.json, by which the folder is finished, and print its counts."""
+    count = {name: sum(batch["counts"][name] for batch in batches) for name in batches[0]["counts"]}
+    count["rows"] = merge(batches, folder)
+    held_out = [np.fromfile(folder / f"batch-{i:05}.val", np.uint16) for i in range(len(batches))]
     rows = np.random.default_rng(0).permutation(in_rows(np.concatenate(held_out)))
     rows = rows[: val_tokens // (seq_len - 1)]
     rows.tofile(folder / "val.bin")
@@ -340,13 +332,10 @@ def finish(states, folder, settings, rule):
     # less than a row at the end of a batch; what was held out beyond val_tokens
     count["dropped_tokens"] = count["tokens"] - count["rows"] * (seq_len - 1)
     count["val_dropped_tokens"] = count["val_tokens"] - count["val_rows"] * (seq_len - 1)
-    if not count["rows"]:
-        few = f"{count['tokens']} tokens are less than one row of {seq_len}"
-        sys.exit(f"{few}: delete {folder}, then give more text, or --filter_ratio=0")
-    if not count["val_rows"]:
-        few = f"less than one row was held out of {count['read']} documents ({documents})"
-        more = "--documents=lines, or a larger --val_share, or more text"
-        sys.exit(f"{few}: delete {folder}, then give {more}")
+    if not (count["rows"] and count["val_rows"]):
+        few = f"{count['rows']} rows kept, {count['val_rows']} held out of {count['read']}"
+        more = "more text, --documents=lines, a larger --val_share or --filter_ratio=0"
+        sys.exit(f"{few} documents ({documents}): delete {folder}, then give {more}")
     meta = {"settings": settings, "vocab_size": vocab_size, "seq_len": seq_len}
     meta |= rule | {"counts": count, "sha256": {}}
     for name in ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin"):
@@ -354,21 +343,15 @@ def finish(states, folder, settings, rule):
             meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
             os.fsync(f.fileno())
     safety.write_text(folder / "meta.json", json.dumps(meta, indent=2))
-    return count
 
-
-def report(count, seconds):
-    """Print what was read and written, and the command that comes next."""
     length = count["characters"] / count["tokens"]
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
     print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")
-    words = f"{length:.2f} characters each, {count['words']:,} words"
-    print(f"tokens      {count['tokens']:,}, {words}")
+    print(f"tokens      {count['tokens']:,} of {length:.2f} characters, {count['words']:,} words")
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
-    print(f"written     {data_dir} in {seconds:.1f} s")
-    if count["not_utf8"]:
-        few = f"WARNING: {count['not_utf8']} documents have U+FFFD, as text that is not UTF-8 gets"
-        print(f"{few}: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
+    print(f"written     {data_dir} in {time.perf_counter() - begin:.1f} s")
+    if n := count["not_utf8"]:
+        print(f"WARNING: {n} documents have U+FFFD: type iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW")
     print(f"next        {next_command(count['rows'] * seq_len)}")
 
 
@@ -376,17 +359,16 @@ def report(count, seconds):
 
 
 def differences(have, wanted):
-    """The settings that differ; one that is newer than have had its default then."""
-    have = SETTINGS | have
-    other = {name: f"{name}={have[name]!r:.60}" for name in wanted if have[name] != wanted[name]}
+    """The settings that differ, in words."""
+    other = {k: f"{k}={have.get(k)!r:.60}" for k, value in wanted.items() if have.get(k) != value}
     if other.pop("files", "") and "source" not in other:
-        changed = [path for path, *what in wanted["files"] if [path, *what] not in have["files"]]
-        other["files"] = f"other files, {changed[0] if changed else 'and more of them'}"
+        changed = (file[0] for file in wanted["files"] if file not in have["files"])
+        other["files"] = f"other files, {next(changed, 'and more of them')}"
     return ", ".join(other.values())
 
 
 def begin_folder(folder, settings, files):
-    """The plan, by which a rerun goes on: settings, the Hub's files, soon the share to hold out."""
+    """The plan, by which a rerun goes on: settings, the Hub's files, soon all files and a rule."""
     names, path = safety.names_in(folder), folder / "plan.json"
     if path.name in names:
         plan = json.loads(path.read_text("utf-8"))
@@ -406,14 +388,6 @@ def begin_folder(folder, settings, files):
                 sys.exit(f"could not read {name} ({why}): {hint or 'rerun it later'}")
     safety.write_text(path, json.dumps(plan, indent=1))
     return plan
-
-
-def adopt_vocabulary():
-    """Set normalisation and vocab_size to those of tokenizer's; return its checksum."""
-    path = Path(tokenizer) / "tokenizer.json"
-    theirs = Tokenizer(path)
-    adopt(globals(), {"normalisation": theirs.mode, "vocab_size": theirs.vocab_size}, path)
-    return f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
 
 
 def next_command(tokens):
@@ -440,8 +414,7 @@ def main():
         "vocab_size": (260, 65536),
         "seq_len": (8, 65536),
         "val_tokens": (seq_len, 10**9),
-        "max_tokens": (0, 10**15),
-        "vocab_sample_mb": (0, np.inf),
+        "max_tokens vocab_sample_mb": (0, 10**15),
         "filter_ratio": (-1, np.inf),
         "val_share": (0, 0.5),
     }
@@ -449,16 +422,18 @@ def main():
     files = find_files()
     if max_tokens and list(files.values()).count([]) > 1:
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
-    adopted = adopt_vocabulary() if tokenizer else ""
-    settings = {name: globals()[name] for name in SETTINGS} | {"tokenizer": adopted}
+    path = Path(tokenizer) / "tokenizer.json"
+    if tokenizer:
+        theirs = Tokenizer(path)
+        adopt(globals(), {"normalisation": theirs.mode, "vocab_size": theirs.vocab_size}, path)
+    settings = {name: globals()[name] for name in SETTINGS}
+    settings["tokenizer"] = tokenizer and f"sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
     del settings["data_dir"]  # it changes no row
     wanted = settings | {"files": list(itertools.chain(*files.values()))}
     folder = Path(data_dir).resolve()  # what a link names
     _lock = safety.lock(folder)  # until main() ends
     if (folder / "meta.json").exists():
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
-        if val_share in (0, meta["val_share"]):  # if none is typed, any will do
-            wanted["val_share"] = meta["settings"]["val_share"]
         if other := differences(meta["settings"], wanted):
             sys.exit(f"{data_dir} was made with {other}: delete it or choose another --data_dir")
         print(f"{data_dir} is finished, with these settings: nothing to do")
@@ -467,17 +442,16 @@ def main():
         files |= plan["hub"]
         every = sorted(itertools.chain(*files.values()), key=lambda file: file[0].startswith(HUB))
         print(f"reading     {sum(size for _, size, *_ in every) / 1e6:,.1f} MB, {len(every)} files")
-        if plan.setdefault("files", every) != every:
-            again = f"for a vocabulary of these delete {data_dir}, rerun"
-            print(f"WARNING: files have changed; {again}")
-        if "val_share" not in plan:
-            plan |= make_vocabulary(files, folder)
+        if "rule" not in plan:
+            plan |= {"files": every, "rule": make_vocabulary(files, folder)}
             safety.write_text(folder / "plan.json", json.dumps(plan, indent=1))
-        print(f"held out    {100 * plan['val_share']:g} % of the documents")
-        rule = {name: plan[name] for name in ("val_share", "by_key")}
-        states = process_batches(every, folder, rule)
+        elif plan["files"] != every:
+            print(f"WARNING: files have changed: for their vocabulary delete {data_dir}, rerun")
+        rule = plan["rule"]
+        print(f"held out    {100 * rule['val_share']:g} % of the documents")
+        batches = process_batches(every, folder, rule)
         print("merging")
-        report(finish(states, folder, wanted, rule), time.perf_counter() - begin)
+        finish(batches, folder, wanted, rule, begin)
     for path in (*folder.glob("batch-[0-9]*"), folder / "plan.json"):
         path.unlink(missing_ok=True)
 

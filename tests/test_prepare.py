@@ -6,19 +6,18 @@ import gzip
 import hashlib
 import io
 import json
-import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import PIPES, ROOT, SMALL_DATA, flags, prepare, put, script
+from conftest import ROOT, SMALL_DATA, flags, prepare, put, script, wait_for
+from forked import Forked
 from hub import StandIn
 from transformers import AutoTokenizer
 
@@ -63,21 +62,22 @@ def train_and_held_out(texts, folder):
 
 def rows_by_hand(documents):
     stream = [t for _, ids in documents for t in [*ids, SEP]]
-    return [[CLS, *stream[i : i + 127]] for i in range(0, len(stream) - 126, 127)]
+    rows = [[CLS, *stream[i : i + 127]] for i in range(0, len(stream) - 126, 127)]
+    return np.array(rows, np.uint16)
 
 
 def check_rows(folder, texts):
     """Assert that a folder has the rows of texts; return what train_and_held_out() finds."""
     train, held_out = train_and_held_out(texts, folder)
-    assert as_set(rows_of(folder)) == as_set(np.array(rows_by_hand(train), np.uint16))
-    assert as_set(rows_of(folder, "val.bin")) == as_set(np.array(rows_by_hand(held_out), np.uint16))
+    assert as_set(rows_of(folder)) == as_set(rows_by_hand(train))
+    assert as_set(rows_of(folder, "val.bin")) == as_set(rows_by_hand(held_out))
     return train, held_out
 
 
 def test_rows_equal_a_second_implementation(data_dir, corpus):
     train, val = check_rows(data_dir, documents_of(corpus))
     rows, val_rows = rows_of(data_dir), rows_of(data_dir, "val.bin")
-    assert rows.tolist() != rows_by_hand(train)  # shuffled
+    assert rows.tolist() != rows_by_hand(train).tolist()  # shuffled
 
     meta = json.loads((data_dir / "meta.json").read_text())
     n_tokens, n_val_tokens = (sum(len(ids) + 1 for _, ids in part) for part in (train, val))
@@ -103,35 +103,26 @@ def test_rows_by_a_vocabulary_that_is_there(tmp_path, data_dir, corpus, capsys):
     assert before == {path.name: path.stat().st_mtime_ns for path in again.iterdir()}
     # of other text of the same size it is not finished
     edited = shutil.copy2(corpus, tmp_path / "edited.txt")
-    mine = tmp_path / "mine"
-    prepare(mine, edited)
+    prepare(tmp_path / "mine", edited)
     edited.write_text(corpus.read_text("utf-8").replace("a", "b"), "utf-8")
     with pytest.raises(SystemExit, match=r"other files, .*edited\.txt: delete it"):
-        prepare(mine, edited)
-    meta = json.loads((mine / "meta.json").read_text("utf-8"))
-    for file in meta["settings"]["files"]:
-        del file[2]  # as older sets have them
-    (mine / "meta.json").write_text(json.dumps(meta))
-    prepare(mine, edited)
+        prepare(tmp_path / "mine", edited)
 
 
 def test_every_kind_of_file_is_read(tmp_path, corpus):
     """All copies of a text are held out, or none is. What two globs match is read once."""
-    folder = tmp_path / "files"
-    folder.mkdir()
     texts = documents_of(corpus)
     lines = "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in texts)
-    with gzip.open(folder / "a.txt.gz", "wt", newline="\r\n") as f:
-        f.write(corpus.read_text())
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(corpus.read_bytes().replace(b"\n", b"\r\n")))
     table = pyarrow.table({"x": range(len(texts)), "body": texts})
-    pyarrow.parquet.write_table(table, folder / "b.parquet")
-    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    with pyarrow.CompressedOutputStream(folder / "d.log.zst", "zstd") as f:
-        f.write(corpus.read_bytes())
-    (folder / "e.json").write_text(json.dumps([{"body": text} for text in texts], indent=1))
-    with open(folder / "F.CSV", "w", newline="", encoding="utf-8-sig") as f:
+    pyarrow.parquet.write_table(table, tmp_path / "b.parquet")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    in_zstd = pyarrow.compress(corpus.read_bytes(), "zstd", asbytes=True)
+    (tmp_path / "d.log.zst").write_bytes(in_zstd)
+    (tmp_path / "e.json").write_text(json.dumps([{"body": text} for text in texts], indent=1))
+    with open(tmp_path / "F.CSV", "w", newline="", encoding="utf-8-sig") as f:
         csv.writer(f).writerows([("sep=", ""), ("id", "body"), *enumerate(texts)])  # by Excel
-    source = f"{folder}/a.*,{folder}/*"
+    source = f"{tmp_path}/a.*,{tmp_path}/*"
     counts = prepare(tmp_path / "out", source, text_column="body")["counts"]
     train, _ = check_rows(tmp_path / "out", texts * 6)
     assert (counts["read"], counts["kept"]) == (6 * len(texts), len(train))
@@ -147,33 +138,27 @@ def five_files(tmp_path, corpus, monkeypatch):
     return f"{tmp_path}/?.txt"
 
 
-def test_rows_are_those_of_each_batch_and_mixed(tmp_path, five_files):
+def test_rows_are_those_of_each_batch_in_either_order(tmp_path, five_files, corpus):
     """A batch has 30,000 characters or a little more; less than a row at its end is dropped."""
-    prepare(tmp_path / "1", five_files)
+    mixed, ordered = tmp_path / "shuffle", tmp_path / "curriculum"
+    for folder in (mixed, ordered):
+        prepare(folder, five_files, order=folder.name)
     batches = [[]]
-    for text in (text for i in range(5) for text in documents_of(tmp_path / f"{i}.txt")):
+    for text in documents_of(corpus):
         if sum(map(len, batches[-1])) >= 30000:
             batches.append([])
         batches[-1].append(text)
-    train = [train_and_held_out(batch, tmp_path / "1")[0] for batch in batches]
-    expected = [np.array(rows_by_hand(documents), np.uint16) for documents in train]
-    rows = rows_of(tmp_path / "1")
+    expected = [rows_by_hand(train_and_held_out(batch, mixed)[0]) for batch in batches]
+    rows = rows_of(mixed)
     assert len(expected) > 3 and as_set(rows) == as_set(np.concatenate(expected))
     first = set(as_set(expected[0]))  # its rows are spread over the whole
     places = [i for i, row in enumerate(rows) if bytes(row) in first]
     assert abs(np.mean(places) / len(rows) - 0.5) < 4 * 0.29 / np.sqrt(len(places))
-
-
-def test_the_curriculum_begins_with_most_full_stops(tmp_path, five_files):
-    for order in ("shuffle", "curriculum"):
-        prepare(tmp_path / order, five_files, order=order)
-    rows = rows_of(tmp_path / "curriculum")
-    assert as_set(rows) == as_set(rows_of(tmp_path / "shuffle"))
-    assert same(tmp_path / "curriculum", tmp_path / "shuffle", ["val.bin"])
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "curriculum")
-    # The paper's code counts the token "." itself, not those that contain one.
-    stops = [tokenizer.convert_ids_to_tokens(row).count(".") for row in rows]
-    assert stops == sorted(stops, reverse=True) and stops[0] > stops[-1]
+    assert same(ordered, mixed, ["val.bin"]) and as_set(rows_of(ordered)) == as_set(rows)
+    # most full stops first; the paper's code counts the token ".", not those that contain one
+    words_of = AutoTokenizer.from_pretrained(ordered).convert_ids_to_tokens
+    stops, wanted = ([words_of(row).count(".") for row in rows_of(x)] for x in (ordered, mixed))
+    assert stops == sorted(wanted, reverse=True) != wanted
 
 
 def test_the_filter_leaves_the_held_out_rows_alone(tmp_path, corpus, data_dir):
@@ -292,8 +277,8 @@ def repeated(text):
 
 FRENCH = repeated("les élèves français étaient déçus à l'école, et la dame au café aussi")
 LOST = "WARNING: normalisation=ascii drops 12.3% of the characters"  # 9 of 73
-CONSONANTS = random.Random(0).choices("bcdfghjklmnpqrstvwxz", k=320000)
-LOG = "\n\n".join("".join(CONSONANTS[i : i + 16]) for i in range(0, 320000, 16))
+WORDS = np.random.default_rng(0).choice(list("bcdfghjklmnpqrstvwxz"), (20000, 16))
+LOG = "\n\n".join(map("".join, WORDS))
 
 
 @pytest.mark.parametrize(
@@ -321,8 +306,8 @@ def test_a_look_before_the_work(tmp_path, capfd, text, said, settings):
     assert said in printed and ("WARNING" in printed) == bool(said)
 
 
-def test_what_cannot_be_read_leaves_the_set_unfinished(tmp_path, five_files, capsys):
-    """What comes before a broken file is done, and stays, but for a file that was edited."""
+def test_a_broken_file_and_a_full_disk(tmp_path, five_files, capsys, monkeypatch):
+    """What comes before is done, and stays, but for a file that was edited."""
     out, path = tmp_path / "out", tmp_path / "3.txt.gz"
     whole = gzip.compress((tmp_path / "3.txt").read_bytes())
     path.write_bytes(whole)
@@ -339,6 +324,16 @@ def test_what_cannot_be_read_leaves_the_set_unfinished(tmp_path, five_files, cap
         prepare(out, source, order="curriculum", **sample)
     path.write_bytes(whole)
     (tmp_path / "2.txt").write_text(edited)
+    process_batch = module.process_batch
+
+    def fail_in_the_third(number, *args):
+        if number == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return process_batch(number, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        put(patch, module, process_batch=fail_in_the_third)
+        prepare(out, source, **sample)
     prepare(out, source, **sample)
     said = capsys.readouterr().out
     assert re.search("going on behind [1-9]", said) and "files have changed" in said
@@ -346,27 +341,9 @@ def test_what_cannot_be_read_leaves_the_set_unfinished(tmp_path, five_files, cap
     assert not [*out.glob("batch-*"), *out.glob("plan.json")]
 
 
-def test_what_a_full_disk_stops_goes_on(tmp_path, five_files, data_dir, monkeypatch):
-    process_batch = module.process_batch
-
-    def fail_once(number, *args):
-        if number == 2:
-            put(monkeypatch, module, process_batch=process_batch)
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return process_batch(number, *args)
-
-    prepare(tmp_path / "whole", five_files, tokenizer=str(data_dir))
-    put(monkeypatch, module, process_batch=fail_once)
-    with pytest.raises(OSError, match="No space"):
-        prepare(tmp_path / "out", five_files, tokenizer=str(data_dir))
-    prepare(tmp_path / "out", five_files, tokenizer=str(data_dir))
-    assert same(tmp_path / "out", tmp_path / "whole")
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path, five_files):
-    """five_files as some/web of the Hub, and what its further reads raise, the last one first."""
-    errors = []
+def test_max_tokens_of_a_silent_hub(tmp_path, five_files, corpus, texts, capsys, monkeypatch):
+    """The first documents of the Hub's files, in their order; own files are read whole."""
+    errors = []  # that further reads of the Hub raise, the last one first
 
     class Line(io.FileIO):
         def readinto(self, buffer):
@@ -382,41 +359,30 @@ def hub(monkeypatch, tmp_path, five_files):
     listed = [[f"{sources.HUB}{path}", path.stat().st_size] for path in paths]
     put(monkeypatch, sources, hub_files=lambda name: listed)
     put(monkeypatch, module, open_bytes=opened, PAUSE=0, TRIES=3)
-    return errors
-
-
-def test_max_tokens_reads_what_it_needs_of_a_hub_that_may_be_silent(
-    tmp_path, hub, texts, capsys, monkeypatch
-):
-    """The first documents of the Hub's files, in their order; own files are read whole."""
     own_texts = [text[:2000].strip() for text in texts[60:75]]
     (tmp_path / "own.txt").write_text("\n\n".join(own_texts))
     out, source = tmp_path / "out", f"some/web,{tmp_path}/own.txt"
     counts = prepare(out, source, max_tokens=30000)["counts"]
     own, _ = train_and_held_out(own_texts, out)
-    of_hub = [text for i in range(5) for text in documents_of(tmp_path / f"{i}.txt")]
-    train, _ = train_and_held_out(of_hub[: counts["read"] - len(own_texts)], out)
+    n_of_hub = counts["read"] - len(own_texts)
+    train, _ = train_and_held_out(documents_of(corpus)[:n_of_hub], out)
     n_tokens = [len(ids) + 1 for _, ids in train]
     assert counts["tokens"] - sum(len(ids) + 1 for _, ids in own) == sum(n_tokens)
     assert sum(n_tokens) >= 30000 > sum(n_tokens[:-1])
-    own_rows = np.array(rows_by_hand(own), np.uint16)
-    assert {*as_set(rows_of(out))}.issuperset(as_set(own_rows))
+    assert {*as_set(rows_of(out))}.issuperset(as_set(rows_by_hand(own)))
 
     # the batches under way at the end are too many: a rerun leaves them out
-    def interrupted(*args):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        put(patch, module, merge=interrupted)
+        put(patch, module, merge=Mock(side_effect=KeyboardInterrupt))
         prepare(tmp_path / "again", source, max_tokens=30000)
     prepare(tmp_path / "again", source, max_tokens=30000)
     assert same(tmp_path / "again", out)
 
     quiet = 60 * [None]  # the vocabulary is made by then
-    hub[:] = [ConnectionError("503"), None, TimeoutError(), EOFError("cut"), *quiet]
+    errors[:] = [ConnectionError("503"), None, TimeoutError(), EOFError("cut"), *quiet]
     prepare(tmp_path / "4", source, max_tokens=30000)
-    assert "cut): it is tried again" in capsys.readouterr().out and not hub
-    hub[:] = [*4 * [ConnectionError("dead")], *quiet]
+    assert "cut): it is tried again" in capsys.readouterr().out and not errors
+    errors[:] = [*4 * [ConnectionError("dead")], *quiet]
     with pytest.raises(SystemExit, match=r"could not be read to its end .*dead.*: rerun"):
         prepare(tmp_path / "dead", source, max_tokens=30000)
     assert [*(tmp_path / "dead").glob("batch-*")]
@@ -471,39 +437,33 @@ prepare.train_tokenizer = train_tokenizer
 """
 
 
-def begin(folder, source, tokenizer, is_time, script=SMALL):
-    """prepare.py as a process of which it is time to kill it, or which has ended."""
+def begin(folder, source, tokenizer, script=SMALL):
     values = SMALL_DATA | {"source": source, "data_dir": folder, "tokenizer": tokenizer}
-    argv = [sys.executable, "-c", script, *flags(**values)]
-    process = subprocess.Popen(argv, cwd=ROOT, **PIPES)
-    while process.poll() is None and not is_time():
-        time.sleep(0.001)
-    return process
+    return Forked(ROOT, script, "prepare.py", *flags(**values))
 
 
 def test_ctrl_c_and_kills_change_nothing(tmp_path, five_files, data_dir):
     """While it reads and while it merges."""
     out = tmp_path / "out"
     prepare(tmp_path / "whole", five_files, tokenizer=str(data_dir))
-    process = begin(out, five_files, "", (out / "plan.json").exists, STUCK + SMALL)
-    assert "stuck\n" in process.stdout
+    process = begin(out, five_files, "", STUCK + SMALL)
+    wait_for(lambda: "stuck" in Path(process.path).read_text(), process)
     process.send_signal(signal.SIGINT)
-    assert process.wait() == -signal.SIGINT
+    process.end(-signal.SIGINT)
     shutil.rmtree(out)
 
     def is_reading():
         return any(out.glob("batch-*.json"))
 
-    process = begin(out, five_files, data_dir, is_reading)
+    process = begin(out, five_files, data_dir)
+    wait_for(is_reading, process, pause=0.001)
     process.send_signal(signal.SIGINT)  # as a terminal does
-    said, _ = process.communicate()
-    assert process.returncode == 1 and "Traceback" not in said, said
-    assert said.splitlines()[-1] == "stopped: rerun the command to go on"
+    said = process.end(1)
+    assert "Traceback" not in said and said.endswith("\nstopped: rerun the command to go on\n")
     for is_time in (is_reading, (out / "train.bin").exists):
-        process = begin(out, five_files, data_dir, is_time)
+        process = begin(out, five_files, data_dir)
+        wait_for(is_time, process, pause=0.001)
         process.kill()
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    process = begin(out, five_files, data_dir, lambda: False)
-    assert process.returncode == 0, process.communicate()
+        process.end(-signal.SIGKILL)
+    begin(out, five_files, data_dir).end()
     assert same(out, tmp_path / "whole")

@@ -299,10 +299,10 @@ def main():
             seconds, found = machine.timed(dev, fine_tune_and_score, *job)
             glue.add_runs(folder, run | found | {"seconds": round(seconds, 1)})
             said = [f"{metric} {value:.1f}" for metric, value in found["scores"].items()]
-            said = said or ["diverged"]
+            learnt = f"training loss {found['train_loss']} in the last epoch"
+            said = [*said, learnt] if said else ["diverged"]
             said += ["each answer is the same"] * found["constant"]
-            said += [f"training loss {found['train_loss']} in the last epoch", f"{seconds:.0f} s"]
-            bar.write(f"{task}, seed {seed}: {', '.join(said)}")
+            bar.write(f"{task}, seed {seed}: {', '.join(said)}; {seconds:.0f} s")
 
     # the table of all runs so far, others' too; the last process to end has them all
     table = glue.table(glue.add_runs(folder).values())

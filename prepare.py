@@ -359,8 +359,9 @@ def finish(batches, folder, settings, rule, begin):
 
 
 def differences(have, wanted):
-    """The settings that differ, in words."""
-    other = {k: f"{k}={have.get(k)!r:.60}" for k, value in wanted.items() if have.get(k) != value}
+    """The settings that differ, in words; one that a fork has added had its default then."""
+    have = SETTINGS | have
+    other = {k: f"{k}={have[k]!r:.60}" for k, value in wanted.items() if have[k] != value}
     if other.pop("files", "") and "source" not in other:
         changed = (file[0] for file in wanted["files"] if file not in have["files"])
         other["files"] = f"other files, {next(changed, 'and more of them')}"

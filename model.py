@@ -1,9 +1,8 @@
 """The whole model: embeddings, transformer blocks, masked-language-model head, classifier head.
 
 With train.py's defaults it has the paper's size (arXiv 2212.14034) and computes what a ModernBERT
-(arXiv 2412.13663) does; nanocram/model_folder.py writes it in that form, with a head transform that
-does nothing. The switches of ModelConfig also make the paper's crammed BERT, the original BERT and
-NarrowBERT.
+(arXiv 2412.13663) does. The switches of ModelConfig also make the paper's crammed BERT, the
+original BERT and NarrowBERT.
 
 Shapes: B rows of T tokens, K of them predicted; C channels in H heads of D; a vocabulary of V.
 """
@@ -30,10 +29,8 @@ FOR_TRAINING = {"dropout", "zero_init"}
 
 @dataclass
 class ModelConfig:
-    """Sizes and switches of the model; train.py says what each is, and has its default.
-
-    To add a switch, add a field whose default keeps the old behaviour, so that older checkpoints
-    load, and a setting of the same name in train.py."""
+    """Sizes and switches; train.py says what each is. To add one, add a field whose default keeps
+    the old behaviour, so that older checkpoints load, and a setting of the same name there."""
 
     vocab_size: int
     max_seq_len: int
@@ -85,7 +82,6 @@ def position_angles(length, width):
 
 def rotate(x, cos, sin):
     """Rotary position embedding (arXiv 2104.09864) of x (B, T, H, D), in the rotate-half layout.
-
     cos and sin: (T, 1, D), or (B, T, 1, D) where each row has positions of its own. The first half
     of sin is negated, so that a roll swaps the halves, which compiled code does without a copy."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
@@ -139,9 +135,8 @@ class Embeddings(nn.Module):
 
 
 def math_attention(q, k, v, mask, dropout):
-    """F.scaled_dot_product_attention by torch's math backend: all scores are in memory at once.
-
-    On a CPU in bfloat16 it takes 0.4 of the time of torch's kernel, and with 512 keys 0.7."""
+    """F.scaled_dot_product_attention with all scores in memory at once. On a CPU in bfloat16 it
+    takes 0.4 of the time of torch's kernel, and with 512 keys 0.7."""
     scores = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, H, K, T)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -169,11 +164,10 @@ class Attention(nn.Module):
         k = self.Wk(x).unflatten(-1, heads)  # (B, T, H, D)
         v = self.Wv(x).unflatten(-1, heads)
         if rope is not None:
-            cos, sin = rope
-            k = rotate(k, cos, sin)
+            k = rotate(k, *rope)
             if positions is not None:
-                cos, sin = cos[positions], sin[positions]  # (B, K, 1, D): the same for every head
-            q = rotate(q, cos, sin)
+                rope = [table[positions] for table in rope]  # (B, K, 1, D): the same for all heads
+            q = rotate(q, *rope)
         # transpose after the rotation: the other way round, q and k are copied twice
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, K or T, D)
         dropout = self.dropout if self.training else 0.0
@@ -220,13 +214,10 @@ class Block(nn.Module):
 
     def forward(self, x, rope=None, attention_mask=None, positions=None, full=None):
         """x (B, T, C) has all tokens of each row, in order; attention_mask (B, T) is 0 at padding,
-        None where there is none. Returns the vectors at positions (B, K), or all of them.
-
-        In later narrow layers x has the tokens at positions alone; they attend to full (B, T, C).
-        """
+        None where there is none. Returns the vectors at positions (B, K), or all of them. In later
+        narrow layers x has the tokens at positions alone; they attend to full (B, T, C)."""
         # put a layer that mixes tokens here: x still has all of them, in order
         normed = x if self.post_norm else self.attn_norm(x)
-        # later narrow layers get x at positions already, and take the second branch
         if full is None:
             queries, keys = gather_positions(normed, positions), normed
             x = gather_positions(x, positions)
@@ -241,11 +232,9 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given.
-
-    The last layer returns the K positions alone, since nothing reads its other outputs. With
-    n_narrow > 1 the last n_narrow layers compute these alone, and take keys and values from the
-    last full layer (NarrowBERT, arXiv 2301.04761)."""
+    """Tokens (B, T) to hidden states: (B, T, C), or (B, K, C) if positions (B, K) are given, for
+    the last layer returns these alone. With n_narrow > 1 so do the last n_narrow layers, with keys
+    and values from the last full layer (NarrowBERT, arXiv 2301.04761)."""
 
     def __init__(self, config):
         super().__init__()
@@ -291,7 +280,6 @@ def make_head(config):
 
 def init_weights(width):
     """A function for Module.apply(): matrices and tables N(0, 0.02 · √(768 / width)), biases 0.
-
     0.02 is BERT's (arXiv 1810.04805), at 768 wide; wider models keep it. Narrower models need more,
     or attention begins almost uniform: at 128 wide, five minutes ended at 5.31 instead of 5.08."""
     std = 0.02 * max(1.0, 768 / width) ** 0.5
@@ -332,14 +320,13 @@ class MaskedLM(nn.Module):
         W weights of matrices (arXiv 2001.08361, section 2.1, but attention is not causal). What
         only the n_predicted tokens go through counts by their share."""
         share = n_predicted / seq_len
-        narrow_layers = self.model.layers[self.model.n_full :]
+        narrow = self.model.layers[self.model.n_full :]
         for_predicted = [self.head, self.decoder]
-        for layer in narrow_layers:
+        for layer in narrow:
             for_predicted += [layer.attn.Wq, layer.attn.Wo, layer.mlp]
         weights = matrix_weights([*self.model.layers, self.head, self.decoder])
         weights -= (1 - share) * matrix_weights(for_predicted)
-        # attention counts by the queries that a layer computes
-        attention_layers = self.config.n_layer - (1 - share) * len(narrow_layers)
+        attention_layers = self.model.n_full + share * len(narrow)  # by queries computed
         return 6 * weights + 12 * attention_layers * seq_len * self.config.n_embd
 
 
@@ -355,12 +342,10 @@ def mixed_precision(device, dtype):
 
 
 def make_loss(model, device, amp_dtype):
-    """loss_fn(ids (B, T), positions (B, K), labels (B, K)): {"loss": cross-entropy in nats}.
-
-    "loss", a 0-d tensor, is the mean over all labels, where -100 counts as 0, and is minimised.
-    Other entries, of any name, become their means over a step: log.csv has the single numbers.
-    Evaluations call it too: put an auxiliary loss or smoothed labels behind `if model.training`.
-    A number that changes over the run must be a tensor, or each value is compiled."""
+    """loss_fn(ids (B, T), positions (B, K), labels (B, K)): {"loss": cross-entropy in nats, the
+    mean over all labels, where -100 counts as 0}. It is minimised; log.csv has the means of other
+    single numbers, of any name. Evaluations call it too: put an auxiliary loss or smoothed labels
+    behind `if model.training`. What changes over a run must be a tensor, or each value compiles."""
 
     def loss_fn(ids, positions, labels):
         with mixed_precision(device, amp_dtype):
@@ -392,12 +377,11 @@ class Classifier(nn.Module):
     def forward(self, input_ids, attention_mask=None, token_type_ids=None):
         """Logits (B, n_labels) for tokens (B, T) that start with [CLS]; attention_mask (B, T) is 1
         at real tokens, 0 at padding. The names are transformers'."""
-        if self.pooling == "cls":
-            cls_position = torch.zeros_like(input_ids[:, :1])
-            pooled = self.model(input_ids, cls_position, attention_mask, token_type_ids)[:, 0]
-        else:
-            hidden = self.model(input_ids, None, attention_mask, token_type_ids)  # (B, T, C)
+        first = torch.zeros_like(input_ids[:, :1]) if self.pooling == "cls" else None
+        hidden = self.model(input_ids, first, attention_mask, token_type_ids)  # (B, 1 or T, C)
+        pooled = hidden[:, 0]  # (B, C)
+        if self.pooling == "mean":
             real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
             real = real[..., None].to(hidden.dtype)  # (B, T, 1)
-            pooled = (hidden * real).sum(1) / real.sum(1)  # (B, C), as the vector of [CLS]
+            pooled = (hidden * real).sum(1) / real.sum(1)
         return self.classifier(self.drop(self.head(pooled)))

@@ -1,7 +1,6 @@
 """Looks for edits that run without an error and train another model: on a small one when train.py
-starts, and in the passes that set up a run. Each ends in one line, but a run that was let begin is
-never ended: its resume gets a warning. No verdict hangs on rounding. What takes two runs to be seen
-is a test: python -m pytest tests/test_edit.py
+starts, and in the passes that set up a run. No verdict hangs on rounding. What takes two runs to be
+seen is a test: python -m pytest tests/test_edit.py
 """
 
 import contextlib
@@ -41,8 +40,7 @@ def small_model(config, T):
         config = replace(config, **small)
     model = MaskedLM(config).eval()
     for p in model.parameters():
-        # random, each of another scale: zeros or equal norms would hide an effect; not larger, or
-        # models without norms overflow
+        # zeros or equal norms would hide an effect; larger ones overflow in models without norms
         size = torch.empty(()).uniform_(0.2, 0.7) * max(p.shape[-1:], default=1) ** -0.5
         p.add_(torch.randn_like(p) * size)
     return model, ids, torch.rand(2, T).topk(T // 4).indices
@@ -61,9 +59,8 @@ def outputs(model, *args):
 def check_mixing(config, T, begun=False):
     """Compare a small model's vectors at some positions with those of whole rows of T tokens, and
     those of a padded row with those of the row alone. Object if they differ: an edit mixes tokens
-    in the wrong place. Where each layer adds a twentieth or less, warn, for int8 rounds so.
-
-    What an edit does in training mode alone is not seen."""
+    in the wrong place. Where each layer adds a twentieth or less, warn, for int8 rounds so. What an
+    edit does in training mode alone is not seen."""
     check = "edits.check_mixing() in check_settings()"
     model, ids, positions = small_model(config, T)
     n = T // 2  # tokens of the second row, before its padding
@@ -71,7 +68,7 @@ def check_mixing(config, T, begun=False):
     mask = (torch.arange(T) < torch.tensor([[T], [n]])).long()
     whole = outputs(model, ids)  # a bug that ends this keeps its traceback
     if not all(y.isfinite().all() for y in whole):
-        said = "a small model with your edit of model.py overflows, so how it mixes is not checked"
+        said = "an edit of model.py overflows in a small model: how it mixes tokens is not checked"
         return object_to(said, check, only_warn=True)
     try:
         some = outputs(model, ids, positions)
@@ -82,28 +79,26 @@ def check_mixing(config, T, begun=False):
         return object_to(said, check, only_warn=begun)
 
     def compare(found, wanted, said):
-        # of each layer the largest difference, as a share of the vectors' mean length: rounding in
-        # 32 layers gives 1e-5
+        # of each layer the largest difference, as a share of the vectors' mean length
         changes = [torch.tensor(0.0)]
         for a, b in zip(found, wanted, strict=True):
             b = b if a.shape == b.shape else gather_positions(b, positions)
             changes.append((a - b).norm(dim=-1).max() / b.norm(dim=-1).mean().clamp(min=1e-30))
         changes = torch.stack(changes)
-        if changes.max() <= 1e-3:
+        if changes.max() <= 1e-3:  # rounding in 32 layers gives 1e-5
             return
         added = changes.diff()  # by each layer
         i = (added >= added.max() / 2).int().argmax()  # the first one to blame
         place = f"layer {i}" if i < config.n_layer else "what follows the layers"
-        said = f"an edit of model.py changes {place} by {added[i]:.1%} {said}"
         is_small = added.max() <= 0.05 and changes.max() <= 0.25
+        said = f"an edit of model.py changes {place} by {added[i]:.1%} {said}"
         if is_small:
             said += "; int8 needs a scale for each token"
         object_to(said, check, only_warn=begun or is_small)
 
     compare(outputs(model, ids), whole, "from pass to pass: chance belongs behind self.training")
-    said = "where only some tokens are computed: what mixes tokens belongs at the top of "
-    said += "Block.forward(), where x has all of them"
-    said += " (a narrow layer never has: type --n_narrow=0)" * (config.n_narrow > 1)
+    said = "where only some tokens are computed: mix tokens at the top of Block.forward()"
+    said += " (in a narrow layer x never has all: type --n_narrow=0)" * (config.n_narrow > 1)
     compare(some, whole, f"{said}; a mask (T, T) needs its rows at positions")
     said = "beside padding or another row: in Block.forward(), set what it mixes to 0 where "
     said += "attention_mask (B, T), if given, is 0"

@@ -65,12 +65,10 @@ JOINED = {".Wqkv.": (".Wq.", ".Wk.", ".Wv."), ".Wi.": (".Wi.", ".Wg.")}
 
 
 def not_native(model):
-    """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one.
-
-    A switch that a fork has added must be at its default. An edit with neither a switch nor
-    parameters nor buffers is not seen, but by tests/test_edit.py."""
+    """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one. Only tests/test_edit.py
+    sees an edit that has neither a switch of its own, nor parameters or buffers."""
     have = asdict(model.config)
-    # without head_transform save() adds an identity_head()
+    # without head_transform save() adds an identity_head(); a fork's switches have a default
     known = {*NATIVE, *SAME.values(), "head_transform", *FOR_TRAINING}
     native = NATIVE | {f.name: f.default for f in fields(model.config) if f.name not in known}
     native["n_narrow"] = min(have["n_narrow"], 1)  # one narrow layer computes what none does
@@ -84,24 +82,22 @@ def not_native(model):
 
 def native_shapes(config):
     """{our name: shape} of the parameters and buffers of a ModernBERT of these sizes."""
-    V, C, inner = config.vocab_size, config.n_embd, config.n_inner
+    V, C, n_head, inner = config.vocab_size, config.n_embd, config.n_head, config.n_inner
     block = {f"attn.W{name}": (C, C) for name in "qkvo"} | {"attn_norm": (C,), "mlp_norm": (C,)}
     block |= {"mlp.Wi": (inner, C), "mlp.Wg": (inner, C), "mlp.Wo": (C, inner)}
-    modules = {"model.embeddings.norm": (C,), "model.final_norm": (C,)}
+    modules = {"model.embeddings.norm": (C,), "model.final_norm": (C,), "decoder": (V, C)}
     for i in range(config.n_layer):
         modules |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
     del modules["model.layers.0.attn_norm"]
     if config.head_transform:
         modules |= {"head.dense": (C, C), "head.norm": (C,)}
-    rope = config.max_seq_len, C // config.n_head
-    shapes = {"model.rope_cos": rope, "model.rope_sin": rope}
-    shapes |= {"model.embeddings.tok_embeddings.weight": (V, C)}
-    shapes |= {"decoder.bias": (V,)} if config.decoder_bias else {}
+    shapes = dict.fromkeys(("model.rope_cos", "model.rope_sin"), (config.max_seq_len, C // n_head))
     for name, shape in modules.items():
         shapes[f"{name}.weight"] = shape
-        kind = "norm" if "norm" in name else "head" if "head" in name else "linear"
+        kind = next((kind for kind in ("norm", "head", "decoder") if kind in name), "linear")
         if getattr(config, f"{kind}_bias"):
             shapes[f"{name}.bias"] = shape[:1]
+    shapes["model.embeddings.tok_embeddings.weight"] = shapes.pop("decoder.weight")  # one tensor
     return shapes
 
 
@@ -113,8 +109,8 @@ def modernbert_config(config):
 
 
 def save(model, folder, **facts):
-    """Write config.json, with facts, which transformers keeps as they are, and model.safetensors
-    (float32) of a MaskedLM into folder; raises OSError."""
+    """Write config.json, with facts, and model.safetensors (float32) of a MaskedLM into folder;
+    raises OSError."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state, config = model.state_dict(), {"model_type": "nanocram"}
@@ -153,7 +149,7 @@ def load(folder, device="cpu"):
         config = ModelConfig(**spec["nanocram"])
         model = MaskedLM(config)
         if spec["model_type"] == "modernbert":
-            state = from_folder_keys(state, config, model.state_dict())
+            state = from_folder_keys(state, config)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken
@@ -164,7 +160,7 @@ def load(folder, device="cpu"):
 
 
 def load_into(model, folder):
-    """Give a MaskedLM the weights in folder; return what these have read."""
+    """Give a MaskedLM the weights in folder; return what they have read."""
     theirs = load(folder)
     model.load_state_dict(theirs.state_dict())
     return theirs.trained_on
@@ -195,15 +191,14 @@ def to_folder_keys(state, config):
     return state
 
 
-def from_folder_keys(state, config, ours):
-    """The inverse of to_folder_keys(), for a model with our keys; raises ValueError if an
-    identity_head() was trained."""
+def from_folder_keys(state, config):
+    """The inverse of to_folder_keys(); raises ValueError if an identity_head() was trained."""
     for joined, names in JOINED.items():
-        for key in [key for key in ours if names[-1] in key]:
-            parts = state.pop(key.replace(names[-1], joined)).chunk(len(names))
+        for key in [key for key in state if joined in key]:
+            parts = state.pop(key).chunk(len(names))
             for name, part in zip(names, parts, strict=True):
-                state[key.replace(names[-1], name)] = part
-    if "head.norm.weight" in state.keys() - ours.keys():
+                state[key.replace(joined, name)] = part
+    if not config.head_transform:
         for key, tensor in identity_head(config).items():
             if not torch.equal(state.pop(key), tensor):
                 raise ValueError(f"{key} was trained elsewhere: only --baseline=hf:FOLDER takes it")
@@ -216,6 +211,6 @@ def identity_head(config):
     its norm has our final norm's weights, and that one has ones. Normalising twice changes at most
     a share of norm_eps / 2, where the variance is 1 or more."""
     C = config.n_embd
-    weights = {"head.dense.weight": torch.eye(C), "model.final_norm.weight": torch.ones(C)}
-    biases = {"head.dense.bias": config.head_bias, "model.final_norm.bias": config.norm_bias}
-    return weights | {key: torch.zeros(C) for key, is_there in biases.items() if is_there}
+    head = {"head.dense.weight": torch.eye(C), "model.final_norm.weight": torch.ones(C)}
+    head |= {"head.dense.bias": torch.zeros(C)} if config.head_bias else {}
+    return head | ({"model.final_norm.bias": torch.zeros(C)} if config.norm_bias else {})

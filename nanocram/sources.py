@@ -19,10 +19,9 @@ MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at 
 
 def file_kind(path):
     """text, json, csv, tsv or parquet, by a file's name; None for all others."""
-    kind = os.path.splitext(re.sub(r"\.(gz|zst)$", "", path.lower()))[1][1:]
-    kind = {"txt": "text", "log": "text", "jsonl": "json"}.get(kind, kind)
-    is_read = kind in ("text", "json", "csv", "tsv") or path.lower().endswith(".parquet")
-    return kind if is_read else None
+    end = re.search(r"\.(txt|log|jsonl?|csv|tsv)(\.gz|\.zst)?$|\.(parquet)$", path.lower())
+    kind = end and (end[1] or end[3])
+    return {"txt": "text", "log": "text", "jsonl": "json"}.get(kind, kind)
 
 
 def hub():
@@ -33,8 +32,8 @@ def hub():
 
 
 def hub_files(name):
-    """[[address, bytes]] of the training files of a Hub data set, NAME or NAME:CONFIG, as of now.
-    Raises ValueError where it has no training split or files of a kind that is not read."""
+    """[[address, bytes]] of the training files of a Hub data set, NAME or NAME:CONFIG, as of now;
+    raises ValueError where there are none, or of a kind that is not read."""
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
@@ -47,7 +46,7 @@ def hub_files(name):
     files = [str(file) for file in splits["train"]]
     if unknown := [file for file in files if not file_kind(file)]:
         raise ValueError(f"{unknown[0]} is of no kind that is read")
-    folders = sorted({os.path.dirname(file) for file in files})
+    folders = {os.path.dirname(file) for file in files}
     sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in fs.ls(name)}
     return [[file, sizes.get(file, 0)] for file in files]
 
@@ -69,13 +68,9 @@ def explain(error):
 
 def files_in(folder):
     """What to type to read the files of a folder, or what the datasets library saved in it."""
-    some = itertools.islice(Path(folder).rglob("*"), 10000)
-    paths = sorted(some, key=lambda path: ("train" not in path.parts, path))
-    if saved := [path.parent for path in paths if path.suffix == ".arrow"]:
-        table = f'datasets.load_from_disk("{saved[0]}").to_parquet("{saved[0]}.parquet")'
-        return f"type python -c 'import datasets; {table}', and name the new file"
-    found = next((path for path in paths if file_kind(path.name)), Path(folder, "a.txt"))
-    return f"name its files, as in '{found.with_stem('*')}'"
+    if any(Path(folder).rglob("*.arrow")):
+        return "in Python type datasets.load_from_disk('its split').to_parquet('new.parquet')"
+    return f"name its files, as in '{Path(folder, '*.txt')}'"
 
 
 def open_bytes(path):

@@ -36,7 +36,12 @@ def begin_log(run):
     log.write_facts()  # first, for by run.json a later command knows a run
     copy_tokenizer(settings["data_dir"], folder, run.model.config.max_seq_len)
     log.write()
-    log.introduce()
+    millions, mflops = facts["parameters"] / 1e6, run.flops_per_token / 1e6
+    speed = f"matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:.2f} TFLOP/s"
+    who = f"{facts['device']} multiplies {speed}"
+    say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {who}")
+    if why := not_native(run.model):
+        say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
     return log
 
 
@@ -55,8 +60,7 @@ def log_in_to_wandb(settings, name, known_id):
 def warn_of_stall(kind, seconds, usual):
     """Warn where a "step", "eval" or "save" took far longer than the usual seconds, if known."""
     if usual and seconds > 10 + 10 * usual:
-        advice = "--init=resume with a larger budget makes up for it"
-        say(f"WARNING: a {kind} took {seconds:,.0f} s of the budget; {advice}")
+        say(f"WARNING: a {kind} took {seconds:,.0f} s: --init=resume with a larger budget helps")
 
 
 class Log:
@@ -73,7 +77,7 @@ class Log:
         samples = facts["settings"]["samples"]
         if samples == "auto":
             samples = ENGLISH if run.tokenizer.mode == "ascii" else ""
-        self.samples = [sentence for sentence in samples.split("|") if sentence]
+        self.samples = list(filter(None, samples.split("|")))
 
     def write_facts(self, **found):
         """Write run.json; found: what the run has found out."""
@@ -81,7 +85,6 @@ class Log:
         write_text(self.folder / "run.json", json.dumps(self.facts, indent=2))
 
     def write_plot_and_card(self):
-        """Write loss.png and README.md."""
         runlog.plot(self.folder)
         write_card(self.folder)
 
@@ -109,15 +112,6 @@ class Log:
                 self.wandb.log(line, step=state.step)
         if losses or state.consecutive_skips or time.monotonic() > self.next_write:
             self.write()
-
-    def introduce(self):
-        """Say what this run is, and what of it may surprise."""
-        millions, mflops = self.facts["parameters"] / 1e6, self.run.flops_per_token / 1e6
-        speed = f"matrices of {self.run.amp_dtype} at {self.matmul_flops / 1e12:.2f} TFLOP/s"
-        who = f"{self.facts['device']} multiplies {speed}"
-        say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {who}")
-        if why := not_native(self.run.model):
-            say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
 
     def say_evaluation(self, losses, number):
         """Print held-out losses, and a sentence with the words that the model fills in."""
@@ -164,8 +158,8 @@ class Log:
         if before <= 10 < self.train_seconds and run.clock.is_timed():
             tokens = state.rows_seen * run.rows.seq_len + self.speed * left
             epochs = tokens / run.rows.seq_len / len(run.rows)
-            share = f"{tokens / self.facts['parameters']:.1f} tokens per parameter"
-            held = f"{tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs, {share}"
+            share = tokens / self.facts["parameters"]
+            held = f"{tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs, {share:.1f} per parameter"
             say(f"{self.speed:,.0f} tokens/s: the budget holds {held}")
             self.warn_if_few("the budget holds", tokens)
 

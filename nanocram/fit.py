@@ -22,9 +22,9 @@ def prepare_compiler(n_shapes):
 def warn_if_not_compiled():
     """Behind the first passes: say what keeps torch from compiling."""
     if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
-        names = [name for name in os.environ if "TORCH" in name and "DISABLE" in name]
-        what_stops_it = ", ".join(names) or "what disables it"
-        print(f"WARNING: torch compiles nothing: unset {what_stops_it}, or type --compile=False")
+        names = ", ".join(name for name in os.environ if "TORCH" in name and "DISABLE" in name)
+        what = names or "what disables it"
+        print(f"WARNING: torch compiles nothing: unset {what}, or type --compile=False")
 
 
 @contextlib.contextmanager
@@ -63,10 +63,9 @@ def try_passes(run, take_passes, rows):
         if not safety.is_oom(e):
             raise
     weights = run.model.named_parameters()
-    unread = [name for name, p in weights if p.requires_grad and p.grad is None]
+    unread = ", ".join(name for name, p in weights if p.requires_grad and p.grad is None)
     if unread and seconds and run.micro_batch == run.small_pass:
-        some = unread[0] if len(unread) == 1 else f"{unread[0]} and {len(unread) - 1} more weights"
-        print(f"WARNING: no pass of the set-up reads {some}")
+        print(f"WARNING: no pass of the set-up reads {unread:.200}")
     for buffer, was in zip(run.model.buffers(), before, strict=True):
         buffer.copy_(was)
     # free the memory; inside of `except` the traceback would keep it
@@ -80,7 +79,6 @@ def try_passes(run, take_passes, rows):
 def find_micro_batch(run, take_passes, rows, largest, signals):
     """Make a train.Run's micro_batch smaller until take_passes(run, rows), which changes no weight,
     fits in memory on all ranks; return the seconds that it returns. Exits if a row is too much.
-
     Then one GPU doubles it while it divides largest and memory lasts; largest=0 turns that off."""
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

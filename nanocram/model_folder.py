@@ -1,9 +1,7 @@
-"""The model folder: config.json and model.safetensors, a ModernBERT wherever the model is one.
+"""The model folder: config.json and model.safetensors, a ModernBERT wherever the model is one,
+which transformers loads with no code of ours. Others keep our own names, for load():
 
     python -c "from nanocram import model_folder; print(model_folder.load('out/tiny').config)"
-    python -c "from transformers import AutoModel; print(AutoModel.from_pretrained('out/tiny'))"
-
-transformers loads it with no code of ours. Another architecture keeps our own names, for load().
 """
 
 import json
@@ -182,9 +180,9 @@ def config_for_rows(folder, data_dir):
 def to_folder_keys(state, config):
     """Our state dict as ModernBERT has it."""
     for joined, names in JOINED.items():
-        for key in [key for key in state if names[-1] in key]:
-            parts = [state.pop(key.replace(names[-1], name)) for name in names]
-            state[key.replace(names[-1], joined)] = torch.cat(parts)
+        for key in [key.replace(names[-1], "{}") for key in state if names[-1] in key]:
+            parts = [state.pop(key.format(name)) for name in names]
+            state[key.format(joined)] = torch.cat(parts)
     if not config.head_transform:
         state = {key.replace("model.final_norm", "head.norm"): t for key, t in state.items()}
         state |= identity_head(config)

@@ -1,6 +1,5 @@
-"""log.csv, where a run writes its numbers, and loss.png, which shows them.
-
-python -c "from nanocram import runlog; runlog.plot('out/tiny')"     # draw loss.png anew
+"""log.csv, where a run writes its numbers, and loss.png, which shows them. To draw it anew:
+python -c "from nanocram import runlog; runlog.plot('out/tiny')"
 """
 
 import contextlib
@@ -39,8 +38,7 @@ def write_log(folder, lines):
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     for line in lines:
-        cells = {k: f"{v:d}" if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()}
-        writer.writerow(cells)
+        writer.writerow({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in line.items()})
     write_text(folder / "log.csv", text.getvalue())
     return True
 
@@ -55,9 +53,8 @@ def plot(folder):
     axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").subplots()
 
     def draw(column, **style):
-        there = [line for line in lines if column in line]
-        minutes_or_hours = [line["elapsed_s"] / seconds for line in there]
-        axes.plot(minutes_or_hours, [line[column] for line in there], **style)
+        points = [(line["elapsed_s"] / seconds, line[column]) for line in lines if column in line]
+        axes.plot(*zip(*points, strict=True), **style)
 
     draw("loss", color="0.75", lw=1, label="training, at the run's masking rate")
     draw("val_loss_25", color="tab:orange", marker="o", ms=3, label="held out, 25 % masked")

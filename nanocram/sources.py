@@ -56,11 +56,10 @@ def explain(error):
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     hints = {
         "offlinemode": "unset HF_HUB_OFFLINE, or give files of your own",
-        "(localentrynotfound|connect)": "",  # no hint, so that read_file() tries again
         "gated": "accept its terms on its page at the Hub, then type: hf auth login",
         "(config name is missing|builderconfig)": "name one as NAME:CONFIG",
         "zstd.* memory": "zstd -d --long=31 makes a file that is read",
-        r"\w*notfound": "check the name; for a private one type: hf auth login",
+        r"(?!local)\w*notfound": "check the name; for a private one type: hf auth login",
     }
     found = (hint for words, hint in hints.items() if re.search(rf"\b{words}", why, re.IGNORECASE))
     return why, next(found, "")
@@ -82,8 +81,8 @@ def open_bytes(path):
 
 
 def read_texts(file, path, column, by_line=False):
-    """The documents of an open file, each a str; "" for a record without text.
-    Raises ValueError with the line where it is broken, or whatever a reader raises."""
+    """The documents of an open file, each a str; "" for a record without text. Raises whatever a
+    reader does; a ValueError names the line."""
     if file_kind(path) == "text":
         return filter(str.strip, split_documents(open_text(file, path), by_line))
     rows = read_rows(file, path, dict.fromkeys(column.split(","), str))
@@ -174,7 +173,7 @@ def table_rows(file, path, types):
             if not any(cells) or (not names and cells[0][:4].lower() == "sep="):
                 pass  # a blank line, or Excel's first one
             elif not names:
-                names = [name.strip() for name in cells]
+                names = [*map(str.strip, cells)]
                 hint = rule if '"' in "".join(names) else "if line 1 is no header, put one above it"
                 check_columns(types, names, f"; {hint}")
                 places = [names.index(column) for column in types]

@@ -285,7 +285,7 @@ def test_a_second_head(fork):
     second = "        self.second = nn.Linear(config.n_embd, 3)\n"
     fork.edit("model.py", MADE, second + MADE + "        nn.init.zeros_(self.second.weight)\n")
     fork.train(max_steps=1)
-    assert "set-up reads second.weight and 1 more weights" in fork.said
+    assert "set-up reads second.weight, second.bias" in fork.said
     fork.edit("model.py", DECODED, BOTH)
     fork.edit("model.py", PASSED, PASSED + TAKEN)
     fork.edit("model.py", LOSS, SECOND + LOSS.replace("}", ' + 0.1 * second, "second": second}'))

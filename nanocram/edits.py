@@ -100,8 +100,7 @@ def check_mixing(config, T, begun=False):
     said = "where only some tokens are computed: mix tokens at the top of Block.forward()"
     said += " (in a narrow layer x never has all: type --n_narrow=0)" * (config.n_narrow > 1)
     compare(some, whole, f"{said}; a mask (T, T) needs its rows at positions")
-    said = "beside padding or another row: in Block.forward(), set what it mixes to 0 where "
-    said += "attention_mask (B, T), if given, is 0"
+    said = "beside padding or another row: mix zeros where attention_mask (B, T), if given, is 0"
     compare([y[1, :n] for y in padded], [y[0] for y in alone], said)
 
 
@@ -158,11 +157,9 @@ def check_repeats(run, *passes):
     check, begun = "edits.check_repeats() in take_all_passes()", run.saved_step >= 0
     losses, states = zip(*passes, strict=True)
     if len(set(states[1:])) > 1:  # the first one compiles, perhaps by chance
-        said = "a pass draws from Python's or numpy's generator, which a resume would not restore: "
-        object_to(f"{said}use torch.rand() and the like", check, begun)
+        object_to("a pass draws from Python's or numpy's generator: use torch.rand()", check, begun)
     # sums that a GPU adds up in any order move a loss in bfloat16 by 1e-4 of it
     tolerance = max(1e-5, torch.finfo(run.amp_dtype).eps / 8)
     if not np.allclose(losses, losses[0], rtol=tolerance, equal_nan=True):
-        said = "the same rows, weights and seed give another loss: draw chance by torch.rand() "
-        said += "and keep what lasts in State, which train_step() alone changes"
+        said = "the same rows and seed give another loss: use torch.rand() and State for what lasts"
         object_to(said, check, begun)

@@ -53,8 +53,7 @@ def log_in_to_wandb(settings, name, known_id):
 
         return wandb.init(**goal, resume="allow", config=settings)
     except Exception as e:  # no package, no key, no network: each raises something else
-        advice = "wandb login, WANDB_MODE=offline, or pip install wandb"
-        sys.exit(f"wandb: {first_line(e)}: type {advice}")
+        sys.exit(f"{first_line(e)}: type wandb login, WANDB_MODE=offline, or pip install wandb")
 
 
 def warn_of_stall(kind, seconds, usual):

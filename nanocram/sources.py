@@ -67,7 +67,7 @@ def explain(error):
 
 def files_in(folder):
     """What to type to read the files of a folder, or what the datasets library saved in it."""
-    if any(Path(folder).rglob("*.arrow")):
+    if any(Path(folder).glob("*.arrow")) or any(Path(folder).glob("*/*.arrow")):
         return "in Python type datasets.load_from_disk('its split').to_parquet('new.parquet')"
     return f"name its files, as in '{Path(folder, '*.txt')}'"
 

@@ -345,7 +345,7 @@ def make_loss(model, device, amp_dtype):
     """loss_fn(ids (B, T), positions (B, K), labels (B, K)): {"loss": cross-entropy in nats, the
     mean over all labels, where -100 counts as 0}. It is minimised; log.csv has the means of other
     single numbers, of any name. Evaluations call it too: put an auxiliary loss or smoothed labels
-    behind `if model.training`. What changes over a run must be a tensor, or each value compiles."""
+    behind `if model.training`. What changes over the run must be a tensor."""
 
     def loss_fn(ids, positions, labels):
         with mixed_precision(device, amp_dtype):

@@ -56,10 +56,11 @@ def explain(error):
     why = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     hints = {
         "offlinemode": "unset HF_HUB_OFFLINE, or give files of your own",
+        "(localentrynotfound|connect)": "",  # no hint, so that read_file() tries again
         "gated": "accept its terms on its page at the Hub, then type: hf auth login",
         "(config name is missing|builderconfig)": "name one as NAME:CONFIG",
         "zstd.* memory": "zstd -d --long=31 makes a file that is read",
-        r"(?!local)\w*notfound": "check the name; for a private one type: hf auth login",
+        r"\w*notfound": "check the name; for a private one type: hf auth login",
     }
     found = (hint for words, hint in hints.items() if re.search(rf"\b{words}", why, re.IGNORECASE))
     return why, next(found, "")

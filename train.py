@@ -615,7 +615,7 @@ def save(run, log):
         # the checkpoint last: if a kill comes before it, a resume makes the end once more
         checkpoint.save(run, log.folder / "ckpt.pt", optimizer_name=optimizer)
     except (OSError, RuntimeError, ValueError) as e:
-        safety.say(f"WARNING: cannot save to {log.folder}: {safety.disk_error(e)}")
+        safety.say(f"WARNING: cannot save to {log.folder}: {safety.first_line(e)}")
         return False
     run.saved_step = run.state.step
     return log_is_written

@@ -17,8 +17,8 @@ def check_finite(model):
 
 
 def save(run, path, optimizer_name):
-    """Write a train.Run to path. Raises ValueError if State cannot be read again, OSError or
-    RuntimeError if the disk fails."""
+    """Write a train.Run to path. Raises ValueError if State cannot be read again, OSError if the
+    disk fails."""
     ckpt = {
         "config": asdict(run.model.config),
         "optimizer": optimizer_name,
@@ -30,10 +30,12 @@ def save(run, path, optimizer_name):
     }
 
     def write(temporary):
-        with open(temporary, "wb") as f:  # given a path, torch.save() hides why the disk fails
-            torch.save(ckpt, f)
         try:
+            with open(temporary, "wb") as f:  # given a path, torch.save() hides why the disk fails
+                torch.save(ckpt, f)
             torch.load(temporary, weights_only=True, mmap=True)  # or no resume could read it
+        except RuntimeError as e:
+            raise OSError(e.__context__ or e) from None
         except pickle.UnpicklingError as e:
             what = str(e).partition("WeightsUnpickler error: ")[2][:80]
             raise ValueError(f"State has what cannot be read again: {what}") from None

@@ -1,7 +1,6 @@
 """Several processes with one clock: what the ranks that torchrun starts share.
 
-    torchrun --nproc_per_node=8 train.py --micro_batch=128
-    torchrun --nproc_per_node=2 train.py config/tiny.py --device=cpu   # two processes on a CPU
+    torchrun --nproc_per_node=2 train.py config/tiny.py --device=cpu
 
 Of a step's micro-batches rank r of N computes number r, r + N and so on, and the gradients are
 summed: N ranks learn what one would. It is not DistributedDataParallel, because at the start of a

@@ -118,14 +118,6 @@ def first_line(error):
     return (str(error).strip() or repr(error)).splitlines()[0][:150]
 
 
-def disk_error(error):
-    """first_line() of the OSError behind it, if any: torch and PIL may hide that a disk is full."""
-    reason = error
-    while reason and not isinstance(reason, OSError):
-        reason = reason.__context__
-    return first_line(reason or error)
-
-
 def is_oom(error):
     """Whether an exception is about memory; the CPU's allocator raises a plain RuntimeError."""
     words = ("memoryerror", "out of memory", "allocate memory", "alloc_failed")

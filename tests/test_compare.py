@@ -10,18 +10,17 @@ from conftest import SMALL_MODEL, put, script, table_cells
 from nanocram import runlog
 from results import compare
 
+BASE = (3.0, 3.1, 2.9, 3.05, 2.95)
 T_OF_4 = 2.776  # Student's t, 4 degrees of freedom, 0.05 two-sided, of any textbook
 
 
-def write_run(folder, seed, loss, seconds=100, tokens=1_000_000, evals=6, settings=(), **facts):
+def write_run(folder, seed, loss, tokens=1_000_000, evals=6, settings=(), **facts):
     """A run of evals evaluations, whose loss falls along a line to loss."""
     folder.mkdir(parents=True)
-    lines = ["elapsed_s,step,tokens,val_loss_15"]
-    for i in range(evals + 1):
-        done = i / evals
-        at = loss + 3 * (1 - done)
-        lines.append(f"{done * seconds},{10 * i},{int(done * tokens)},{at}")
-    (folder / "log.csv").write_text("\n".join(lines) + "\n")
+    done = np.linspace(0, 1, evals + 1)
+    columns = np.stack((100 * done, 10 * evals * done, tokens * done, loss + 3 - 3 * done), 1)
+    how = {"header": "elapsed_s,step,tokens,val_loss_15", "comments": "", "delimiter": ","}
+    np.savetxt(folder / "log.csv", columns, "%.12g", **how)
     own = {"seed": seed, "out_dir": str(folder), "init": "scratch", "lr": 0.1, "eval_rows": 8}
     usual = {"data": "d", "held_out": "h", "device": "cpu", "code": "c", "commit": "x"}
     usual |= {"began_from": {}, "parameters": 1000, "frequency_loss": 6.6}
@@ -41,9 +40,6 @@ def table(monkeypatch, capsys):
         return table_cells(said), said
 
     return run
-
-
-BASE = (3.0, 3.1, 2.9, 3.05, 2.95)
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.1])
@@ -118,9 +114,8 @@ def test_what_misleads_is_said(tmp_path, table, monkeypatch):
     assert "other guesses no better than by token frequency" in said(loss=6.7)
     stopped = write_run(tmp_path / "stopped", 0, 3.0, finished_at_step=50)
     for arguments in (["nowhere"], [f"a={tmp_path}/[er]0"], [names[0], stopped], ["--help"]):
-        with pytest.raises(SystemExit) as e:
+        with pytest.raises(SystemExit, match=r"[a-z]"):
             table(*arguments)
-        assert isinstance(e.value.code, str)
 
 
 @pytest.mark.slow

@@ -38,9 +38,9 @@ def finished(shared, data_dir):
 def test_a_run_leaves_what_it_promises(finished, data_dir, tmp_path):
     out = shutil.copytree(finished, tmp_path / "out")
     printed = (finished.parent / "printed.txt").read_text()
-    names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json ".split()
-    names += ["tokenizer.json", "tokenizer_config.json"]
-    assert {p.name for p in out.iterdir()} == {*names}
+    names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json "
+    names += "tokenizer.json tokenizer_config.json"
+    assert {p.name for p in out.iterdir()} == {*names.split()}
     assert len({p.stat().st_mode for p in out.iterdir()}) == 1  # whoever may read one, may all
     run = json.loads((out / "run.json").read_text())
     assert run["settings"]["max_steps"] == 60 and run["settings"]["dropout"] == 0.1
@@ -94,53 +94,38 @@ def test_the_model_folder_fills_masks_in_transformers(finished):
         assert shares == pytest.approx([answer["score"] for answer in answers], rel=1e-4)
 
 
-def run_until(signal_number, min_step, out_dir, **settings):
-    """A run that got a signal once log.csv had reached min_step."""
-    settings = SMALL_MODEL | {"out_dir": out_dir, "checkpoint_minutes": 1e-9} | settings
-    process = begin("train.py", **settings)  # each save writes log.csv
-    wait_for_step(out_dir, min_step, process)
-    process.send_signal(signal_number)
-    return process
-
-
 def test_stopped_and_killed_it_ends_the_same(finished, tmp_path, data_dir, train, monkeypatch):
     """SIGTERM at a random moment, kill -9 at another: the same command ends as if neither was."""
-    out, settings = tmp_path / "out", {"max_steps": 60, "dropout": 0.1, "init": "auto"}
-    both = settings | {"data_dir": data_dir, "out_dir": out}
-    assert "--init=resume" in run_until(signal.SIGTERM, 8, **both).end(130)
-    assert read_log(out)[-1]["step"] < 30
-    assert "resumed at step" in run_until(signal.SIGKILL, 30, **both).end(-signal.SIGKILL)
+    out, settings = tmp_path / "out", SMALL_MODEL | {"max_steps": 60, "dropout": 0.1}
+    settings |= {"init": "auto", "checkpoint_minutes": 1e-9}  # each save writes log.csv
+    stops = ((signal.SIGTERM, 8, 130, "--init=resume"), (signal.SIGKILL, 30, -9, "resumed at step"))
+    for number, step, status, said in stops:
+        process = begin("train.py", **settings, data_dir=data_dir, out_dir=out)
+        wait_for_step(out, step, process)
+        process.send_signal(number)
+        assert said in process.end(status)
+        assert read_log(out)[-1]["step"] < step + 22
     put(monkeypatch, train, **settings)
     train.main()
     assert result(out) == result(finished)
 
 
 def test_a_model_goes_on_with_longer_rows(finished, corpus, tmp_path, train, monkeypatch, capsys):
-    """With its vocabulary and its sizes, not n_layer=1, which nobody typed; killed and resumed."""
-    base, data = finished, tmp_path / "longer"
+    """With its vocabulary and its sizes, not n_layer=1, which nobody typed; resumed, too."""
+    base, data, out = finished, tmp_path / "longer", tmp_path / "out"
     prepare(data, corpus, tokenizer=str(base), seq_len=256)
     assert f"--init={base}" in capsys.readouterr().out
-    there = {name: getattr(train, name) for name in train.SETTINGS}
-    stage = {"seq_len": 256, "max_steps": 12, "dropout": 0.2}
-    from_base = stage | {"init": str(base)}
-    folders = {"data_dir": str(data), "out_dir": str(tmp_path / "whole")}
-    put(monkeypatch, train, **(there | from_base | folders | {"n_layer": 1, "max_seq_len": 300}))
-    train.main()
-    assert "n_layer = 2, as" in capsys.readouterr().out
-    out = tmp_path / "out"
-    run_until(signal.SIGKILL, 4, out, data_dir=data, **from_base).end(-signal.SIGKILL)
-    put(monkeypatch, train, **stage, n_layer=1, init="resume", out_dir=str(out))
-    train.main()
-    assert "resumed at step" in capsys.readouterr().out
-    assert result(out) == result(tmp_path / "whole")
+    put(monkeypatch, train, **{name: getattr(train, name) for name in train.SETTINGS})
+    put(monkeypatch, train, data_dir=str(data), seq_len=256, max_seq_len=300, dropout=0.2)
+    for init, said in ((str(base), "n_layer = 2, as"), ("resume", "resumed at step 6")):
+        put(monkeypatch, train, init=init, n_layer=1, max_steps=train.max_steps + 6)
+        train.main()
+        assert said in capsys.readouterr().out
 
-    model = transformers.AutoModelForMaskedLM.from_pretrained(base)
     val = np.fromfile(data / "val.bin", np.uint16).reshape(-1, 256)[:24].astype(int)
-    losses = []
-    for ids, positions, labels in held_out(torch.from_numpy(val), 24)["val_loss_15"]:
-        logits = model(input_ids=ids).logits.gather(1, positions[..., None].expand(-1, -1, 600))
-        losses.append(torch.nn.functional.cross_entropy(logits.mT, labels).item())
-    assert losses == pytest.approx([read_log(out)[0]["val_loss_15"]], rel=1e-4)
+    ((ids, positions, labels),) = held_out(torch.from_numpy(val), 24)["val_loss_15"]
+    loss = torch.nn.functional.cross_entropy(load(base)(ids, positions).mT, labels)
+    assert loss.item() == pytest.approx(read_log(out)[0]["val_loss_15"], rel=1e-4)
 
     tokens = sum(read_log(folder)[-1]["tokens"] for folder in (base, out))
     card = (out / "README.md").read_text()
@@ -159,8 +144,7 @@ def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path
     steps = int(1.5 * counts["rows"] / n_rows)  # one more would read more than a pass and a half
     words_in_step = n_rows * counts["words"] / counts["rows"] / 1e6
     early, late = (f"{words_in_step * step:.9f}" for step in (2.5, steps - 0.5))
-    put(monkeypatch, train, schedule="constant", warmup=0.0, mask_rate_end=train.mask_rate)
-    put(monkeypatch, train, batch_ramp=0.0)
+    put(monkeypatch, train, schedule="constant", warmup=0, batch_ramp=0, mask_rate_end=0.3)
     put(monkeypatch, train, max_steps=0, max_epochs=1.5, snapshots=f"{early},{late},1000")
     train.main()
     out = tmp_path / "out"
@@ -179,11 +163,10 @@ def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path
     n_rows_left = 2 * counts["rows"] - steps * n_rows
     assert read_log(out)[-1]["step"] == steps + n_rows_left // 16
 
-    put(monkeypatch, train, init="scratch", batch_size=n_rows, max_steps=3)
-    put(monkeypatch, train, out_dir=str(tmp_path / "short"))
+    short = tmp_path / "short"
+    put(monkeypatch, train, init="scratch", batch_size=n_rows, max_steps=3, out_dir=str(short))
     train.main()
-    short = load_file(tmp_path / "short" / "model.safetensors")
-    assert_close(weights[0], short, rtol=0, atol=0)
+    assert_close(weights[0], load_file(short / "model.safetensors"), rtol=0, atol=0)
 
 
 def test_a_run_that_is_over_is_continued(finished, tmp_path, train, monkeypatch, capsys):

@@ -6,7 +6,6 @@ A check is a script as a user starts it, or a function in a process of its own. 
 H100 on 2026-11-26; since then they were joined. TEST_DEVICE=cpu rehearses most of it on a CPU.
 """
 
-import contextlib
 import functools
 import gc
 import itertools
@@ -35,6 +34,15 @@ PRODUCTS = {  # and the error that is allowed beside full ones on a CPU
     "float16": (torch.float16, "high", 1e-2),
 }
 LOSS_SCALE = 2.0**12  # as in training: small gradients would be lost in float16
+MODELS = {  # a recipe, and the fewest layers in which it is itself
+    "default": ["--n_layer=2"],
+    "crammed": ["config/crammed.py", "--n_layer=2"],
+    "narrow": ["config/narrow.py", "--n_layer=3", "--n_narrow=2"],
+}
+# Of the recipe: 768 wide, 32,768 entries; smaller on a CPU.
+SIZES = {} if DEVICE == "cuda" else {"vocab_size": 600, "n_head": 2, "n_embd": 32, "n_inner": 48}
+MODES = ["eager", "compiled"] if DEVICE == "cuda" else ["eager"]  # a CPU compiles for minutes
+STEPS = 120 if DEVICE == "cuda" else 20  # that are to be stopped before: a GPU is soon there
 
 
 @functools.cache
@@ -46,27 +54,18 @@ def answer(work, *args):
     return value
 
 
-@contextlib.contextmanager
-def visible_gpus():
-    """What is started within it sees the GPUs that conftest.py hides."""
+@pytest.fixture(scope="module", autouse=True)
+def see_gpus():
+    """What is started here sees the GPUs that conftest.py hides."""
     before = os.environ["GPUS_BEFORE_TESTS"]
+    is_alone = "PYTEST_XDIST_WORKER" not in os.environ
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", before)
         if before == "all":
             patch.delenv("CUDA_VISIBLE_DEVICES")
-        yield
-
-
-if DEVICE == "cuda" and not multiprocessing.parent_process():  # not in what answer() starts
-    is_alone = "PYTEST_XDIST_WORKER" not in os.environ
-    with visible_gpus():
-        if not (torch.version.cuda and is_alone and answer(torch.cuda.is_available)):
-            pytest.skip("torch sees no GPU, or shares it (-n)", allow_module_level=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def see_gpus():
-    with visible_gpus():
+        has_gpu = torch.version.cuda and is_alone and answer(torch.cuda.is_available)
+        if DEVICE == "cuda" and not has_gpu:
+            pytest.skip("torch sees no GPU, or shares it (-n)")
         yield
 
 
@@ -80,15 +79,6 @@ def set_up(data_dir, out_dir, **settings):
     """Set those of a small run in this process, which has no other use."""
     machine.matmul_rate = lambda *where: 1e12  # seconds of work
     configure(vars(train), flags(**small_run(data_dir, out_dir, samples="", **settings)))
-
-
-MODELS = {  # a recipe, and the fewest layers in which it is itself
-    "default": ["--n_layer=2"],
-    "crammed": ["config/crammed.py", "--n_layer=2"],
-    "narrow": ["config/narrow.py", "--n_layer=3", "--n_narrow=2"],
-}
-# Of the recipe: 768 wide, 32,768 entries; smaller on a CPU.
-SIZES = {} if DEVICE == "cuda" else {"vocab_size": 600, "n_head": 2, "n_embd": 32, "n_inner": 48}
 
 
 @machine.training_kernels()
@@ -115,9 +105,6 @@ def numerics(name):
         difference = (gradient - wanted_gradient).norm() / wanted_gradient.norm()
         errors[products, mode] = abs(loss / wanted_loss - 1), difference.item()
     return errors
-
-
-MODES = ["eager", "compiled"] if DEVICE == "cuda" else ["eager"]  # a CPU compiles for minutes
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -190,9 +177,6 @@ def test_micro_batch_halves_until_it_fits(data_dir, tmp_path):
     """A real allocator that refuses."""
     fitted, steps, reserved, allowed = answer(halving, str(data_dir), str(tmp_path / "out"))
     assert 256 <= fitted < 1024 and steps == 10 and reserved <= allowed
-
-
-STEPS = 120 if DEVICE == "cuda" else 20  # that are to be stopped before: a GPU is soon there
 
 
 @pytest.fixture(scope="module")

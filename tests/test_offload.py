@@ -14,6 +14,8 @@ from nanocram import runlog
 from nanocram.edits import check_streaming
 from nanocram.offload import padded
 
+DEEP = [{"n_layer": 4, "n_narrow": n} for n in (0, 3)]
+
 
 @pytest.fixture
 def setting(train, monkeypatch):
@@ -21,12 +23,6 @@ def setting(train, monkeypatch):
     change = functools.partial(put, monkeypatch, module)
     change(zero_init=False, dropout=0.1, evals=2, optimizer="adamw")
     return change
-
-
-def step(run, progress):
-    """(loss, norm of the gradient) of a step of train.py."""
-    module.train_step(run, progress)
-    return run.state.last["loss"], run.state.last["grad_norm"]
 
 
 def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, monkeypatch, capsys):
@@ -53,9 +49,6 @@ def test_offload_is_the_plain_run_bit_for_bit(setting, tmp_path, monkeypatch, ca
     for other_rows, other_guesses, other in others:
         assert (other_rows, other_guesses) == (rows, guesses)
         assert_close(other, plain, rtol=0, atol=0)
-
-
-DEEP = [{"n_layer": 4, "n_narrow": n} for n in (0, 3)]
 
 
 @pytest.mark.parametrize("switches", architectures(*DEEP), ids=str)
@@ -87,7 +80,8 @@ def test_compiled_blocks_compute_the_same(setting, monkeypatch):
         torch._dynamo.utils.counters.clear()
         setting(compile=compiled)
         run = new_run()
-        ends.append((step(run, 0.9), run.model.state_dict()))
+        module.train_step(run, 0.9)
+        ends.append((run.state.last, run.model.state_dict()))
         batch = module.masked_batch(run, 0, run.micro_batch, (128, 20))
         module.estimate_loss(run, [[x[:3] for x in batch]])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3 * compiled

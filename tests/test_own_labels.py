@@ -31,9 +31,7 @@ LABELS = ["True", "TRUE\u200b", "True\ufeff", "x;y", "x", "y", "['y', 'x']", "[]
 LABELS = table(zip("abcdefghij", LABELS, strict=True))
 COPIES = [("a  fine day", "x"), ("A fine day", "y"), ("grey", "x"), ("wet", "y")]
 SHORT = "label,text,note\npos,a,x\n" + "neg ,b\n" * 40 + " ,c,x\npos,,x\n,d\npos,e\n"
-LEFT_OUT = (
-    "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos\n39 texts are copies"
-)
+LEFT_OUT = "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos\n39 .* copies"
 
 
 # test_prepare.py has more of what is wrong in a table
@@ -65,10 +63,9 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch, capsys, content, dev, said
     options = {"dev": tmp_path / "dev.csv"} if dev else {}
     argv = command(SCRIPT, "out/none", path, tmp_path / "new", **options)[1:]
     monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match=r"^.+$") as end:
         runpy.run_path(argv[0], run_name="__main__")
     assert re.search(said, capsys.readouterr().out + str(end.value))
-    assert "\n" not in str(end.value)
 
 
 @pytest.mark.slow
@@ -101,8 +98,7 @@ def test_own_labels(tmp_path, data_dir, sentences):
     f1 = sklearn.metrics.f1_score(labels, answers, average="macro", zero_division=0)
     always = labels.count("asks") / len(dev)
     before, _, after = said.partition("steps, some ")
-    bag = joblib.load(tmp_path / "new/labelled.joblib")
-    bag_hits = sklearn.metrics.accuracy_score(labels, bag.predict(texts))
+    bag_hits = joblib.load(tmp_path / "new/labelled.joblib").score(texts, labels)
     assert f"accuracy of {bag_hits:.1%}, always naming 'asks' {always:.1%}" in before
     assert f"accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows" in after
     assert not (tmp_path / "new/labelled.tmp").exists()

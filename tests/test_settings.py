@@ -32,6 +32,7 @@ SETTINGS = configure(globals())
 '''
 OTHER = EXAMPLE.replace("count = 3", "parts = 2").replace("0.5", "0.25")
 DEFAULTS = {"count": 3, "rate": 0.5, "name": "x", "flag": True}
+HEAVY = {"datasets", "transformers", "matplotlib", "sklearn", "scipy", "tokenizers", "wandb"}
 
 
 @pytest.fixture
@@ -52,6 +53,7 @@ def values(namespace):
 
 def write(folder, text, name="recipe.py"):
     """The path of a recipe or a script."""
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(text, encoding="utf-8")
     return str(folder / name)
 
@@ -59,9 +61,8 @@ def write(folder, text, name="recipe.py"):
 def refused(namespace, *argv, also=None):
     """What configure() says of argv, in one line; nothing is set."""
     before = values(namespace)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match=r"^.+$") as end:
         configure(namespace, list(argv), also)
-    assert "\n" not in str(end.value)
     assert values(namespace) == before
     return str(end.value)
 
@@ -75,12 +76,13 @@ def test_flags_set_the_globals_and_changes_are_printed(example, capsys):
 
 
 def test_recipes_are_python_and_later_arguments_win(example, tmp_path):
-    """A recipe may begin with another; names with _ in front and modules are its own."""
-    first = write(tmp_path, "\ufeffimport math\n_n = 2\ncount = 5 * _n\nrate = 1\n")
-    write(tmp_path, "name = name + 'y'\n", "beside.py")
-    second = write(tmp_path, "include('beside.py')\ncount = 0.5 * count\n", "second.py")
+    """A recipe may begin with others; names with _ in front and modules are its own."""
+    first = write(tmp_path, "\ufeffimport math\n_n = 2\ncount = 10 * _n\nrate = 1\n")
+    write(tmp_path, "include('below/other.py')\nname = name + 'y'\n", "beside.py")
+    write(tmp_path, "count = 0.5 * count\n", "below/other.py")
+    second = write(tmp_path, 2 * "include('beside.py')\n", "second.py")
     configure(example, [first, "--name=z", second, "--flag=False"])
-    assert values(example) == {"count": 5, "rate": 1.0, "name": "zy", "flag": False}
+    assert values(example) == {"count": 5, "rate": 1.0, "name": "zyy", "flag": False}
     assert type(example["count"]) is int and type(example["rate"]) is float
     assert "_n" not in example
 
@@ -145,9 +147,6 @@ def test_any_terminal_will_do(monkeypatch):
         assert sys.stdout and sys.stderr  # libraries write there, too
 
 
-HEAVY = {"datasets", "transformers", "matplotlib", "sklearn", "scipy", "tokenizers", "wandb"}
-
-
 def test_the_model_loads_nothing_of_ours_and_pre_training_nothing_heavy():
     """That no file imports a script, ruff.toml says."""
     code = "import sys, model; print(*sys.modules); import train; print(*sys.modules)"
@@ -157,11 +156,10 @@ def test_the_model_loads_nothing_of_ours_and_pre_training_nothing_heavy():
     assert "nanocram.data" in of_train and not of_train & {"nanocram.glue", *HEAVY}
 
 
-@pytest.mark.parametrize(
-    "name, flags", [("prepare", ["-OO"]), ("train", []), ("finetune_glue", [])]
-)
-def test_help_shows_the_defaults_before_torch_is_imported(name, flags):
+@pytest.mark.parametrize("name", ["prepare", "train", "finetune_glue"])
+def test_help_shows_the_defaults_before_torch_is_imported(name):
     """Read as Python, what it prints are the settings. -OO drops what a script says first."""
+    flags = ["-OO"] if name == "prepare" else []
     command = [sys.executable, *flags, "-X", "importtime", f"{name}.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
     assert done.returncode == 0 and not re.search(r"\| +torch$", done.stderr, re.MULTILINE)

@@ -1,13 +1,11 @@
 """What a day may bring to train.py: kills, full disks, signals, damaged checkpoints."""
 
-import functools
 import math
 import os
 import pickle
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PIPES, ROOT, SMALL_MODEL, begin, command, new_run, put, result, wait_for
+from forked import Forked
 
 import train as module
 from nanocram import model_folder, runlog, talk
@@ -160,44 +159,30 @@ def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data
     assert whole(out)["step"] >= reached + 20
 
 
-WAITER = """
-import sys, time
+SIGNALLED = """
+import signal, time
 from nanocram import safety
 clock = [0.0]
 time.monotonic = lambda: clock[0]
-with safety.Signals():
-    print("ready", flush=True)
-    for line in sys.stdin:
-        clock[0] += float(line)
-        print("later", flush=True)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+signals = safety.Signals()
+with signals:
+    signal.raise_signal(signal.SIGHUP)
+    assert not signals.stop
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # sbatch --signal=USR1@60
+        signal.raise_signal(number)
+        assert signals.stop
+    clock[0] += 3.0
+    print("it lives", flush=True)
+    signal.raise_signal(signal.SIGTERM)
 """
 
 
 def test_signals():
     """nohup holds; of two signals, as torchrun sends, the second ends a run, but not at once."""
-    command = ["nohup", sys.executable, "-c", WAITER]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen(command, cwd=ROOT, text=True, **streams)
-    try:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGHUP)
-        time.sleep(0.5)
-        assert process.poll() is None
-        process.send_signal(getattr(signal, "SIGUSR1", signal.SIGINT))  # sbatch --signal=USR1@60
-        assert process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        assert process.poll() is None
-        print(3.0, file=process.stdin, flush=True)
-        assert process.stdout.readline() == "later\n"
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-        assert process.returncode == -signal.SIGTERM
-        assert process.stderr.read().count("stopping") == 1  # SIGHUP was none of them
-    finally:
-        process.kill()
+    pytest.importorskip("resource", reason="Windows has none of these signals")
+    said = Forked(ROOT, SIGNALLED).end(-signal.SIGTERM)
+    assert said.count("stopping") == 2 and said.endswith("it lives\n")
 
 
 @pytest.mark.parametrize(
@@ -212,11 +197,9 @@ def test_signals():
 def test_errors_of_the_machine_are_one_line_and_bugs_keep_their_trace(what, line):
     code = "from nanocram import safety\n"
     code += f"def main():\n    {what}\nsafety.run(main, 'here', 'type it again')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    said = done.stderr.strip()
+    said = Forked(ROOT, code).end(1).strip()
     assert said.endswith(line or "RuntimeError: a defect\ntype it again")
-    assert ("Traceback" in said) == (not line) and ("\n" in said) == (not line)
+    assert ("Traceback" in said) == ("\n" in said) == (not line)
 
 
 def test_what_no_resume_could_use_replaces_no_checkpoint(train, capsys):
@@ -257,15 +240,16 @@ def refusal(folder, content):
 
 
 def test_a_checkpoint_that_does_not_fit_is_one_line(run_of_3_steps):
-    refused = functools.partial(refusal, run_of_3_steps)
     ckpt = torch.load(run_of_3_steps / "ckpt.pt", weights_only=True)
     other_shape = {"model.layers.1.attn.Wq.weight": torch.ones(3, 4)}
-    assert "does not fit" in refused(ckpt | {"model": ckpt["model"] | other_shape})
-    assert "does not fit" in refused(ckpt | {"optimizers": ckpt["optimizers"][:1]})
-    assert "does not fit" in refused(ckpt | {"config": ckpt["config"] | {"n_layer": 3}})
-    assert "--data_dir" in refused(ckpt | {"data": "0"})
-    assert "damaged" in refused({})
-    assert "does not fit" in refused(ckpt | {"optimizer": "adamw"})  # which is taken over
+    for change in (
+        {"model": ckpt["model"] | other_shape},
+        {"optimizers": ckpt["optimizers"][:1]},
+        {"config": ckpt["config"] | {"n_layer": 3}},
+        {"optimizer": "adamw"},  # which is taken over
+    ):
+        assert "does not fit" in refusal(run_of_3_steps, ckpt | change)
+    assert "--data_dir" in refusal(run_of_3_steps, ckpt | {"data": "0"})
 
 
 def test_a_damaged_checkpoint_is_one_line_and_executes_nothing(run_of_3_steps, monkeypatch):
@@ -273,7 +257,7 @@ def test_a_damaged_checkpoint_is_one_line_and_executes_nothing(run_of_3_steps, m
     path = run_of_3_steps / "ckpt.pt"
     good, ckpt = path.read_bytes(), torch.load(path, weights_only=True)
     bomb = pickle.dumps(Bomb(), 2)
-    for content in (b"", good[:1000], good[:-1000], bomb, ckpt | {"state": Bomb()}):
+    for content in (b"", {}, good[:1000], good[:-1000], bomb, ckpt | {"state": Bomb()}):
         assert "damaged" in refusal(run_of_3_steps, content)
     assert not Path("exploded").exists()
     pickle.loads(bomb)

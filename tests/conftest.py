@@ -147,12 +147,9 @@ def texts():
 @pytest.fixture(scope="session")
 def corpus(shared, texts):
     """A text file with 40 short documents of real prose."""
-
-    def make(folder):
-        text = "\n\n".join(text[:4000] for text in texts[:40])
-        (folder / "corpus.txt").write_text(text, encoding="utf-8")
-
-    return shared("corpus", make) / "corpus.txt"
+    text = "\n\n".join(text[:4000] for text in texts[:40])
+    folder = shared("corpus", lambda folder: (folder / "corpus.txt").write_text(text, "utf-8"))
+    return folder / "corpus.txt"
 
 
 def prepare(folder, source, **other):
@@ -282,35 +279,6 @@ OFFICIAL_FILES = {
 }
 
 
-def write_glue(folder, sentences, train=40, dev=12):
-    """Official files, labels by the length of the first text; {(task, split): [(texts, label)]}."""
-    written = {}
-    for task, (columns, labels) in OFFICIAL_FILES.items():
-        splits = {"train": train, "dev": dev}
-        if task == "MNLI":
-            splits = {"train": train, "dev_matched": dev, "dev_mismatched": dev}
-        (folder / task).mkdir(parents=True)
-        for at, (split, n) in enumerate(splits.items()):
-            if task == "MNLI" and at:  # all five annotators' labels
-                columns = columns.replace("label1|g", "label1|label2|label3|label4|label5|g")
-            lines = [] if task == "CoLA" else [re.sub("[*=]", "", columns).replace("|", "\t")]
-            rows = written[task, split] = []
-            for i in range(n):
-                numbers = (7 * i + at, 3 * i + at)[: columns.count("*")]
-                texts = tuple(sentences[n % len(sentences)] for n in numbers)
-                length = len(texts[0])
-                label = labels[length % len(labels)] if labels else f"{length / 40:.3f}"
-                cells = {"*": iter(texts), "=": iter([label])}
-                marks = [column[-1] for column in columns.split("|")]
-                line = [next(cells[mark]) if mark in cells else "x" for mark in marks]
-                lines.append("\t".join(line))
-                rows.append((texts, label))
-            start = "\ufeff" if task == "MRPC" else ""
-            text = start + "\n".join(lines) + "\n"
-            (folder / task / f"{split}.tsv").write_text(text, encoding="utf-8", newline="\n")
-    return written
-
-
 @pytest.fixture(scope="session")
 def sentences(texts):
     """Short sentences of real prose, tabs and line breaks out."""
@@ -320,9 +288,30 @@ def sentences(texts):
 
 @pytest.fixture(scope="session")
 def glue_files(tmp_path_factory, sentences):
-    """(folder of a small GLUE in the official layout, what was written into it)."""
-    folder = tmp_path_factory.mktemp("glue")
-    return folder, write_glue(folder, sentences)
+    """(folder of a small GLUE in the official layout, {(task, split): [(texts, label)]})."""
+    folder, written = tmp_path_factory.mktemp("glue"), {}
+    for task, (columns, labels) in OFFICIAL_FILES.items():
+        columns = columns.replace("|", "\t")
+        (folder / task).mkdir()
+        dev = ("dev_matched", "dev_mismatched") if task == "MNLI" else ("dev",)
+        for at, split in enumerate(("train", *dev)):
+            if split == "dev_matched":  # all five annotators' labels, and so in the next one
+                columns = columns.replace("label1", "label1\tlabel2\tlabel3\tlabel4\tlabel5")
+            lines = [] if task == "CoLA" else [re.sub("[*=]", "", columns)]
+            rows = written[task, split] = []
+            for i in range(12 if at else 40):
+                numbers = (7 * i + at, 3 * i + at)[: columns.count("*")]
+                texts = tuple(sentences[n % len(sentences)] for n in numbers)
+                length = len(texts[0])
+                label = labels[length % len(labels)] if labels else f"{length / 40:.3f}"
+                cells = iter(texts)
+                line = re.sub(r"[^\t]+=", label, columns)  # other cells have their column's name
+                lines.append(re.sub(r"[^\t]+\*", lambda column, cells=cells: next(cells), line))
+                rows.append((texts, label))
+            encoding = "utf-8-sig" if task == "MRPC" else "utf-8"
+            path, text = folder / task / f"{split}.tsv", "\n".join(lines) + "\n"
+            path.write_text(text, encoding, newline="\n")
+    return folder, written
 
 
 def pytest_collection_finish():

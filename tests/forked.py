@@ -11,18 +11,17 @@ from pathlib import Path
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "matplotlib.figure", "forked"])
 SCRIPT = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
-# Begins a second process: both are ranks of one run.
-TWO_RANKS = """
-import os
-os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "FREE"}
-os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if os.fork() else "1"
-"""
 
 
 def two_ranks():
-    """TWO_RANKS, with a port."""
+    """Code that begins a second process: both are ranks of one run."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        return TWO_RANKS.replace("FREE", str(free.getsockname()[1]))
+        port = free.getsockname()[1]
+    return f"""
+import os
+os.environ |= {{"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"}}
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if os.fork() else "1"
+"""
 
 
 class Forked(CONTEXT.Process):

@@ -10,22 +10,18 @@ from pathlib import Path
 SHA = 40 * "0"
 
 
-class StandIn:
-    """Serves root/{datasets,models}/OWNER/NAME to processes that start while monkeypatch lasts."""
-
-    def __init__(self, root, monkeypatch):
-        answer = functools.partial(Answer, directory=root)
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), answer)
-        self.requests = self.server.requests = []  # paths
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{self.server.server_port}")
-        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-        monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
-        monkeypatch.setenv("HF_HOME", f"{root}/home")
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def stop(self):
-        self.server.shutdown()
-        self.server.server_close()
+def serve(root, monkeypatch):
+    """Serve root/{datasets,models}/OWNER/NAME to processes that start while monkeypatch lasts.
+    Returns a list of the paths that are asked for."""
+    answer = functools.partial(Answer, directory=root)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), answer)
+    server.requests = []
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    monkeypatch.setenv("HF_HOME", f"{root}/home")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server.requests
 
 
 class Answer(SimpleHTTPRequestHandler):
@@ -48,18 +44,17 @@ class Answer(SimpleHTTPRequestHandler):
         self.server.requests.append(self.path)
         if not self.path.startswith("/api/"):
             return super().do_GET()
-        folder = Path(self.translate_path(self.path))
-        repository = Path(self.directory, *folder.relative_to(self.directory).parts[:3])
-        answer = {"id": repository.name, "sha": SHA, "siblings": []}
+        answer = {"id": "some/name", "sha": SHA}
         if "/tree/" in self.path:
-            answer = [self.entry(path, repository) for path in sorted(folder.rglob("*"))]
+            folder = Path(self.translate_path(self.path))
+            owner = Path(self.directory, *folder.relative_to(self.directory).parts[:2])
+            answer = []
+            for path in sorted(folder.rglob("*")):
+                place = "/".join(path.relative_to(owner).parts[1:])  # in the repository
+                kind = "directory" if path.is_dir() else "file"
+                answer += [{"type": kind, "path": place, "size": path.stat().st_size, "oid": SHA}]
         body = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def entry(self, path, repository):
-        """A file or a folder, as a listing has it."""
-        answer = {"path": str(path.relative_to(repository)), "size": path.stat().st_size}
-        return answer | {"type": "directory" if path.is_dir() else "file", "oid": SHA}

@@ -21,7 +21,6 @@ from nanocram.facts import read_facts
 
 
 def start(out, data_dir, first="", **changes):
-    """train.py as a process of its own."""
     settings = SMALL_MODEL | {"data_dir": data_dir, "out_dir": out} | changes
     return begin("train.py", first=first, **settings)
 
@@ -51,13 +50,12 @@ def run_of_3_steps(train, monkeypatch):
 @pytest.mark.slow
 def test_kill_9_at_any_moment(tmp_path, data_dir):
     """A run that is killed 30 times ends as if it had not been: the same log, the same weights."""
-    settings = {"max_steps": 400, "dropout": 0.1, "evals": 40, "checkpoint_minutes": 1e-9}
-    last = settings | {"checkpoint_minutes": 0.0}
+    settings = {"init": "auto", "max_steps": 400, "dropout": 0.1, "evals": 40}
     out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
-    rng, while_writing = random.Random(0), 0
+    rng, while_writing = random.Random(0), False
     for kill in range(30):
         before = saved_at(out)
-        process = start(out, data_dir, init="auto", **settings)
+        process = start(out, data_dir, **settings, checkpoint_minutes=1e-9)
         if kill % 3 == 0:  # from the start of its life
             time.sleep(rng.uniform(0, 2))
         else:
@@ -67,12 +65,12 @@ def test_kill_9_at_any_moment(tmp_path, data_dir):
             wait_for(lambda: any(out.glob("*.tmp")), process, 0)
         process.kill()
         process.end(-signal.SIGKILL)
-        while_writing += any(out.glob("*.tmp"))
+        while_writing |= any(out.glob("*.tmp"))
         if saved_at(out):
             whole(out)
     assert while_writing
     for folder in (out, undisturbed):
-        start(folder, data_dir, init="auto", **last).end()
+        start(folder, data_dir, **settings, checkpoint_minutes=0.0).end()
     assert {p.name for p in out.iterdir()} == {p.name for p in undisturbed.iterdir()}
     assert result(out) == result(undisturbed)
 
@@ -106,8 +104,8 @@ def test_a_run_that_is_killed_at_its_end_loses_nothing(tmp_path, data_dir, after
     killed_at = whole(out)["step"]
     assert (killed_at == runlog.read_log(out)[-1]["step"]) == after
     for hours, last in ((1 / 3600, killed_at), (30 / 3600, math.inf)):  # used up; and as it was
-        again = {"init": "resume", "budget_hours": hours}
-        said = start(out, data_dir, TICKS, **settings | again).end(int(after))
+        settings |= {"init": "resume", "budget_hours": hours}
+        said = start(out, data_dir, TICKS, **settings).end(int(after))
         assert ("type --budget_hours=" in said) == after
         state, line = whole(out), runlog.read_log(out)[-1]
         assert killed_at <= state["step"] == state["finished_at"] == line["step"] <= last
@@ -118,12 +116,6 @@ def test_a_run_that_is_killed_at_its_end_loses_nothing(tmp_path, data_dir, after
         assert all(torch.equal(saved[name], tensor) for name, tensor in kept.items())
 
 
-FULL_DISK = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-"""
-
-
 def test_a_full_disk(run_of_3_steps, train):
     """No file may pass 20 kB: what was there stands, the failure is one line, a resume works."""
     pytest.importorskip("resource", reason="there is none on Windows")
@@ -131,7 +123,8 @@ def test_a_full_disk(run_of_3_steps, train):
     before = {path: path.read_bytes() for path in (out / "ckpt.pt", out / "model.safetensors")}
     assert min(map(len, before.values())) > 20_000 > (out / "log.csv").stat().st_size
     settings = {name: getattr(train, name) for name in train.SETTINGS}
-    said = begin("train.py", first=FULL_DISK, **settings).end(1)
+    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+    said = begin("train.py", first=full, **settings).end(1)
     assert "Traceback" not in said and f"WARNING: cannot save to {out}: " in said
     assert before == {path: path.read_bytes() for path in before} and not list(out.glob("*tmp*"))
     train.main()
@@ -146,9 +139,8 @@ def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data
     try:
         wait_for((out / "ckpt.pt").exists, process)
         process.stdout.close()
-        link = tmp_path / "link"
-        link.symlink_to(out)
-        said = start(link, data_dir, max_steps=3, init="resume").end(1)
+        (tmp_path / "link").symlink_to(out)
+        said = start(tmp_path / "link", data_dir, max_steps=3, init="resume").end(1)
         assert "another process writes to" in said.splitlines()[-1]
         reached = runlog.read_log(out)[-1]["step"]
         wait_for(lambda: runlog.read_log(out)[-1]["step"] >= reached + 20, process)

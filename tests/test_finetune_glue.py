@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import begin, error, put, script, wait_for, write_model
-from hub import StandIn
+from hub import serve
 from tqdm import tqdm
 
 import finetune_glue as ft
@@ -266,11 +266,10 @@ def test_glue_and_a_model_of_the_hub(tmp_path, data_dir, model, glue_files, monk
         folder.mkdir(parents=True)
     put_mnli(rows, glue_files[0])
     encoder("BertModel", theirs, data_dir)
-    stand_in = StandIn(tmp_path / "hub", monkeypatch)
+    requests = serve(tmp_path / "hub", monkeypatch)
     settings = {"tasks": "mnli", "seeds": 1, "hf_batch": 8}
     script("finetune_glue.py", model=model, baseline="hf:some/encoder", **QUICK | settings)
-    asked = " ".join(stand_in.requests)
-    stand_in.stop()
+    asked = " ".join(requests)
     assert re.search("some/encoder.*model.safetensors", asked) and "nyu-mll/glue" in asked
     run(model, **settings, baseline=f"hf:{theirs}")
     by_name, of_folder = glue.read_runs(model).values()

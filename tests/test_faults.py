@@ -233,9 +233,8 @@ def refusal(folder, content):
 
 def test_a_checkpoint_that_does_not_fit_is_one_line(run_of_3_steps):
     ckpt = torch.load(run_of_3_steps / "ckpt.pt", weights_only=True)
-    other_shape = {"model.layers.1.attn.Wq.weight": torch.ones(3, 4)}
     for change in (
-        {"model": ckpt["model"] | other_shape},
+        {"model": ckpt["model"] | {"model.layers.1.attn.Wq.weight": torch.ones(3, 4)}},
         {"optimizers": ckpt["optimizers"][:1]},
         {"config": ckpt["config"] | {"n_layer": 3}},
         {"optimizer": "adamw"},  # which is taken over

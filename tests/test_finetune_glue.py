@@ -50,7 +50,6 @@ def run(model, tasks="cola,stsb", **flags):
 
 
 def scores(model):
-    """{(task, seed): scores}"""
     return {(r["task"], r["seed"]): r["scores"] for r in glue.read_runs(model).values()}
 
 
@@ -121,10 +120,10 @@ def test_training_is_transformers(model, settings, task, n_outputs, pooling, dec
 
 
 def test_what_is_built_has_the_pre_training_and_dropout(model):
-    pretrained = load(model).model.layers[0].attn.Wq.weight
     for scratch in (False, True):
-        net = ft.Ours(model, scratch).build(2)
-        assert torch.equal(net.model.layers[0].attn.Wq.weight, pretrained) is not scratch
+        net, pretrained = ft.Ours(model, scratch).build(2), load(model)
+        weights = (m.model.layers[0].attn.Wq.weight for m in (net, pretrained))
+        assert torch.equal(*weights) is not scratch
     assert {m.p for m in net.modules() if isinstance(m, torch.nn.Dropout)} == {0.1}
     assert {layer.attn.dropout for layer in net.model.layers} == {0.1}
 
@@ -138,7 +137,6 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     first = next(iter(glue.read_runs(model).values()))
     assert first["settings"]["glue_lr"] == 4e-5 and first["settings"]["dtype"] == "float32"
     assert first["rows"] == {"train": 40, "dev": 12} and first["train_loss"] > 0
-    assert first["torch"] == torch.__version__
     page = (model / "glue.md").read_text()
     for text in ("RoBERTa-base", "85.1", "(2 of 9)", "CoLA: 40 train rows; the official"):
         assert text in printed and text in page and text in str(glue.write_card.call_args)
@@ -179,7 +177,6 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
 
 
 def test_a_seed_that_diverges_does_not_end_the_rest(model):
-    """At a learning rate that no network survives."""
     printed = run(model, tasks="stsb", glue_lr=1e30)
     assert "stsb, seed 1: diverged" in printed and "STS-B: 2 of 2 seeds diverged" in printed
     assert scores(model) == {("stsb", 0): {}, ("stsb", 1): {}}
@@ -260,7 +257,6 @@ def put_mnli(folder, glue_dir):
 
 @pytest.mark.slow
 def test_glue_and_a_model_of_the_hub(tmp_path, data_dir, model, glue_files, monkeypatch):
-    """Weights and scores are those of folders."""
     rows, theirs = tmp_path / "hub/datasets/nyu-mll/glue", tmp_path / "hub/models/some/encoder"
     for folder in (rows, theirs):
         folder.mkdir(parents=True)

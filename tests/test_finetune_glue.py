@@ -163,11 +163,9 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     assert "1 of 2 fine-tunings are in" in more and "; seeds: 2 to 3" in more
     write_model(model, data_dir, norm_eps=1e-4, linear_bias=True)
     assert "already" not in run(model, tasks="cola")
-    path = glue_files[0] / "CoLA/dev.tsv"
-    before = path.read_text("utf-8")
-    path.write_text(before.replace("a", "b"), "utf-8")  # with as many rows
-    assert "already" not in run(model, tasks="cola")
-    path.write_text(before, "utf-8")
+    edited = shutil.copytree(glue_files[0] / "CoLA", model / "edited/CoLA") / "dev.tsv"
+    edited.write_text(edited.read_text("utf-8").replace("a", "b"), "utf-8")  # with as many rows
+    assert "already" not in run(model, tasks="cola", glue_dir=str(model / "edited"))
     assert "already" not in run(model, baseline="scratch", tasks="cola")
     theirs = run(model, baseline=f"hf:{model}", tasks="stsb", hf_batch=8)
     assert "batch 8, AdamW 2e-05" in theirs and "already" not in theirs
@@ -226,7 +224,6 @@ def test_encoders_of_transformers_learn(kind, tmp_path, data_dir):
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(model, settings):
-    """Before the first fine-tuning, whose result would be lost."""
     (model / ".glue.lock").mkdir()
     put(settings, ft, fine_tune=pytest.fail)
     with pytest.raises(SystemExit, match="make a copy, type --model=COPY"):
@@ -240,11 +237,14 @@ def test_all_tasks_at_once(model):
     assert " of 9)" not in printed
 
 
-def put_mnli(folder, glue_dir):
-    """The rows of official files as nyu-mll/glue has them: parquet, and a page that names them."""
+@pytest.mark.slow
+def test_glue_and_a_model_of_the_hub(tmp_path, data_dir, model, monkeypatch):
+    """nyu-mll/glue has parquet files, and a page that names them."""
+    folder, theirs = tmp_path / "hub/datasets/nyu-mll/glue", tmp_path / "hub/models/some/encoder"
+    folder.mkdir(parents=True)
     files = []
     for split in glue.TASKS["mnli"].rows:
-        texts, labels = glue.read("mnli", split, glue_dir)
+        texts, labels = glue.read("mnli", split, ft.glue_dir)
         premise, hypothesis = zip(*texts, strict=True)
         columns = {"premise": premise, "hypothesis": hypothesis, "label": labels}
         table = pyarrow.table(columns | {"idx": range(len(labels))})
@@ -253,14 +253,6 @@ def put_mnli(folder, glue_dir):
         files.append({"split": split, "path": f"{split}.parquet"})
     configs = json.dumps([{"config_name": "mnli", "data_files": files}])
     (folder / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-
-
-@pytest.mark.slow
-def test_glue_and_a_model_of_the_hub(tmp_path, data_dir, model, glue_files, monkeypatch):
-    rows, theirs = tmp_path / "hub/datasets/nyu-mll/glue", tmp_path / "hub/models/some/encoder"
-    for folder in (rows, theirs):
-        folder.mkdir(parents=True)
-    put_mnli(rows, glue_files[0])
     encoder("BertModel", theirs, data_dir)
     requests = serve(tmp_path / "hub", monkeypatch)
     settings = {"tasks": "mnli", "seeds": 1, "hf_batch": 8}

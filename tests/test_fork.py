@@ -81,8 +81,8 @@ def fork(tmp_path, data_dir):
     return Fork(tmp_path / "fork", data_dir)
 
 
-def test_other_schedules_and_another_masking(fork):
-    """Rate, rows of a step and their length; spans: a row's masked tokens stand side by side."""
+def test_other_schedules_and_other_maskings(fork):
+    """Rate, rows of a step and their length; spans of tokens side by side, whole words."""
     new = '    if schedule == "root":\n        return (1 - progress) ** power\n'
     fork.insert("train.py", '    if schedule == "linear":\n', new)
     fork.insert("train.py", "warmup = 0.01 ", "power = 1.0\n")
@@ -90,8 +90,8 @@ def test_other_schedules_and_another_masking(fork):
     fork.insert("train.py", "    if progress >= batch_ramp:\n", new)
     new = "    return 64 if progress < 0.5 else seq_len, 40 - int(20 * progress)\n"
     fork.insert("train.py", "    stage = min(3, int(4 * progress))\n", new)
-    new = "    scores = -(torch.arange(T - 1) - torch.randint(T, (B, 1))).abs()\n"
-    fork.edit("train.py", SCORES, new)
+    spans = "    scores = -(torch.arange(T - 1) - torch.randint(T, (B, 1))).abs()\n"
+    fork.edit("train.py", SCORES, spans)
     (_, *rows), _ = fork.train(schedule="root", power=0.5, lr=0.01)
     wanted = {
         "lr": [0.01 * (1 - step / 4) ** 0.5 for step in range(4)],
@@ -104,14 +104,11 @@ def test_other_schedules_and_another_masking(fork):
     for hidden in fork.masked("import train\ntrain.mask_token_share = 0.5"):
         (places,) = hidden.nonzero(as_tuple=True)
         assert 10 <= places[-1] - places[0] < 20
-
-
-def test_whole_words(fork):
-    """All tokens of a word are hidden, or none; but for the last one that was drawn."""
-    new = """    words = run.begins_word[rows[:, 1:]].cumsum(1)
+    words = """    words = run.begins_word[rows[:, 1:]].cumsum(1)
     scores = torch.rand(B, T, device=rows.device).gather(1, words)
 """
-    fork.edit("train.py", SCORES, new)
+    fork.edit("train.py", spans, words)
+    # all tokens of a word are hidden, or none; but for the last one that was drawn
     hidden = fork.masked()[:, 1:127].unflatten(1, (42, 3)).sum(2)  # of each word's three tokens
     assert ((hidden == 1) | (hidden == 2)).sum(1).max() <= 1 and hidden.sum(1).min() >= 19
     fork.train()
@@ -121,10 +118,8 @@ def test_a_new_switch_of_the_model(fork):
     """Older checkpoints and model folders have its default; a run's folder keeps its value."""
     fork.train(max_steps=2)
     fork.edit("model.py", "    zero_init: bool\n", "    zero_init: bool\n    scale: float = 1.0\n")
-    made = "        self.token_types = config.token_types\n"
-    fork.insert("model.py", made, "        self.scale = config.scale\n")
-    summed = "        x = self.tok_embeddings(ids)  # (B, T, C)\n"
-    fork.edit("model.py", summed, summed.replace("= self", "= self.scale * self"))
+    fork.insert("model.py", "        self.token_types =", "        self.scale = config.scale\n")
+    fork.edit("model.py", "x = self.tok_embeddings(", "x = self.scale * self.tok_embeddings(")
     fork.insert("train.py", "zero_init = True ", "scale = 1.0\n")
     assert fork.load("print(model.config.scale)") == "1.0"
     with pytest.raises(AssertionError, match=r"--scale=1\.0"):  # it was trained with the default
@@ -142,18 +137,12 @@ CONV = "        self.conv = nn.Conv1d(32, 32, 3, padding=1)\n"
 NORMED = "        normed = x if self.post_norm else self.attn_norm(x)\n"
 PADDING = "        x = x if attention_mask is None else x * attention_mask[..., None]\n"
 MIXED = "        x = x + self.conv(x.mT).mT\n"
-OUTPUT = "        return x + self.drop(self.mlp(self.mlp_norm(x)))\n"
-NORM = "    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.norm_bias)"
-GEGLU = '    "geglu": F.gelu,\n'
-TIED = "        self.decoder.weight = self.model.embeddings.tok_embeddings.weight\n"
 NEIGHBOURS = [(MLP_NORM, CONV + MLP_NORM), (NORMED, PADDING + MIXED + NORMED)]
-OTHER_LAYERS = [
-    (NORM, "    return nn.RMSNorm(config.n_embd, eps=config.norm_eps)"),
-    (GEGLU, GEGLU + '    "swiglu": F.silu,\n'),
-]
+RMS_NORM = [("nn.LayerNorm(", "nn.RMSNorm("), (", bias=config.norm_bias)", ")")]
+SWIGLU = ('    "geglu": F.gelu,\n', '    "geglu": F.gelu,\n    "swiglu": F.silu,\n')
 OTHER_MODELS = {  # {name: (edits of model.py, settings)}
-    "RMSNorm and SwiGLU": (OTHER_LAYERS, {"activation": "swiglu"}),
-    "an untied decoder": ([(TIED, "")], {}),
+    "RMSNorm and SwiGLU": ([*RMS_NORM, SWIGLU], {"activation": "swiglu"}),
+    "an untied decoder": ([("self.decoder.weight =", "_ =")], {}),
     "a layer that mixes neighbours": (NEIGHBOURS, {}),
     "the same from host memory": (NEIGHBOURS, {"optimizer": "adamw", "offload": True}),
 }
@@ -172,7 +161,7 @@ def test_another_model(fork, name):
 
 
 WRONG_PLACES = {
-    "behind the gathering": (OUTPUT, MIXED, "by .*top of Block"),
+    "behind the gathering": ("        return x + self.drop(", MIXED, "by .*top of Block"),
     "of padding": (NORMED, MIXED, "by .*padding or another row"),
     # x of narrow layers has few tokens
     "not in narrow layers": (NORMED, PADDING + MIXED, "by .*--n_narrow=0"),
@@ -282,13 +271,11 @@ def test_what_offload_cannot_follow_is_one_line(fork):
 
 def test_an_auxiliary_loss_its_column_and_its_weight(fork):
     """The z-loss, log² Z. Its weight is of training alone: the model is a ModernBERT."""
-    field = "    zero_init: bool\n"
-    fork.edit("model.py", field, field + "    z_weight: float = 0.0\n")
+    fork.edit("model.py", "zero_init: bool\n", "zero_init: bool\n    z_weight: float = 0.0\n")
     fork.insert("train.py", "zero_init = True ", "z_weight = 0.0\n")
     fork.edit("model.py", "FOR_TRAINING = {", 'FOR_TRAINING = {"z_weight", ')
-    z_loss = "        z = logits.float().logsumexp(-1).square().mean() * model.training\n"
-    new = z_loss + LOSS.replace("}", ' + model.config.z_weight * z, "z": z}')
-    fork.edit("model.py", LOSS, new)
+    new = "        z = logits.float().logsumexp(-1).square().mean() * model.training\n"
+    fork.edit("model.py", LOSS, new + LOSS.replace("}", ' + model.config.z_weight * z, "z": z}'))
     plain, _ = fork.train(max_steps=1)
     rows, _ = fork.train("weighted", z_weight=0.01, max_steps=1)
     z = rows[1]["z"]
@@ -329,8 +316,7 @@ def test_a_mean_of_the_weights_is_evaluated(fork):
         run.model.load_state_dict(run.state.tensors, strict=False)
 """
     fork.insert("train.py", "        yield  # copy others in before this line ...\n", new)
-    old = "        pass  # ... and the training weights back in here\n"
-    fork.edit("train.py", old, "        run.model.load_state_dict(kept, strict=False)\n")
+    fork.edit("train.py", "pass  # ... and", "run.model.load_state_dict(kept, strict=False)  #")
     _, ckpt = fork.train()
     name = "model.layers.0.mlp.Wo.weight"
     found = load_file(fork.folder / "out/model.safetensors")[name]

@@ -37,7 +37,6 @@ def as_set(rows):
 
 
 def same(first, second, names=FILES):
-    """Whether two folders have equal files."""
     return all((first / name).read_bytes() == (second / name).read_bytes() for name in names)
 
 
@@ -97,10 +96,10 @@ def test_rows_by_a_vocabulary_that_is_there(tmp_path, data_dir, corpus, capsys):
     settings = {"tokenizer": str(data_dir), "vocab_size": 32768}
     meta = prepare(again, corpus, **settings)
     assert meta["vocab_size"] == 600 and same(again, data_dir)
-    before = {path.name: path.stat().st_mtime_ns for path in again.iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in again.iterdir()}
     prepare(again, corpus, **settings | {"tokenizer": f"{data_dir}/"})
     assert "nothing to do" in capsys.readouterr().out
-    assert before == {path.name: path.stat().st_mtime_ns for path in again.iterdir()}
+    assert before == {path: path.stat().st_mtime_ns for path in again.iterdir()}
     # of other text of the same size it is not finished
     edited = shutil.copy2(corpus, tmp_path / "edited.txt")
     prepare(tmp_path / "mine", edited)

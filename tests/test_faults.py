@@ -25,12 +25,6 @@ def start(out, data_dir, first="", **changes):
     return begin("train.py", first=first, **settings)
 
 
-def saved_at(out):
-    """When the checkpoint was written; 0 if there is none."""
-    path = out / "ckpt.pt"
-    return path.stat().st_mtime if path.exists() else 0
-
-
 def whole(out):
     """The state in a checkpoint, which can be read, as the model folder can."""
     model_folder.load(out)
@@ -52,21 +46,22 @@ def test_kill_9_at_any_moment(tmp_path, data_dir):
     """A run that is killed 30 times ends as if it had not been: the same log, the same weights."""
     settings = {"init": "auto", "max_steps": 400, "dropout": 0.1, "evals": 40}
     out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
+    ckpt = out / "ckpt.pt"
     rng, while_writing = random.Random(0), False
     for kill in range(30):
-        before = saved_at(out)
+        before = ckpt.exists() and ckpt.stat().st_mtime
         process = start(out, data_dir, **settings, checkpoint_minutes=1e-9)
         if kill % 3 == 0:  # from the start of its life
             time.sleep(rng.uniform(0, 2))
         else:
-            wait_for(lambda before=before: saved_at(out) > before, process)
+            wait_for(lambda at=before: ckpt.exists() and ckpt.stat().st_mtime > at, process)
             time.sleep(rng.uniform(0, 0.9))  # while it trains, evaluates or saves
         if kill % 3 == 2:  # while a file is being written
             wait_for(lambda: any(out.glob("*.tmp")), process, 0)
         process.kill()
         process.end(-signal.SIGKILL)
         while_writing |= any(out.glob("*.tmp"))
-        if saved_at(out):
+        if ckpt.exists():
             whole(out)
     assert while_writing
     for folder in (out, undisturbed):
@@ -231,19 +226,8 @@ def refusal(folder, content):
     return str(end.value)
 
 
-def test_a_checkpoint_that_does_not_fit_is_one_line(run_of_3_steps):
-    ckpt = torch.load(run_of_3_steps / "ckpt.pt", weights_only=True)
-    for change in (
-        {"model": ckpt["model"] | {"model.layers.1.attn.Wq.weight": torch.ones(3, 4)}},
-        {"optimizers": ckpt["optimizers"][:1]},
-        {"config": ckpt["config"] | {"n_layer": 3}},
-        {"optimizer": "adamw"},  # which is taken over
-    ):
-        assert "does not fit" in refusal(run_of_3_steps, ckpt | change)
-    assert "--data_dir" in refusal(run_of_3_steps, ckpt | {"data": "0"})
-
-
-def test_a_damaged_checkpoint_is_one_line_and_executes_nothing(run_of_3_steps, monkeypatch):
+def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_one_line(run_of_3_steps, monkeypatch):
+    """And executes nothing."""
     monkeypatch.chdir(run_of_3_steps)
     path = run_of_3_steps / "ckpt.pt"
     good, ckpt = path.read_bytes(), torch.load(path, weights_only=True)
@@ -253,3 +237,11 @@ def test_a_damaged_checkpoint_is_one_line_and_executes_nothing(run_of_3_steps, m
     assert not Path("exploded").exists()
     pickle.loads(bomb)
     assert Path("exploded").exists()  # it would have
+    for change in (
+        {"model": ckpt["model"] | {"model.layers.1.attn.Wq.weight": torch.ones(3, 4)}},
+        {"optimizers": ckpt["optimizers"][:1]},
+        {"config": ckpt["config"] | {"n_layer": 3}},
+        {"optimizer": "adamw"},  # which is taken over
+    ):
+        assert "does not fit" in refusal(run_of_3_steps, ckpt | change)
+    assert "--data_dir" in refusal(run_of_3_steps, ckpt | {"data": "0"})

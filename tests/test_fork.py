@@ -261,7 +261,6 @@ def test_a_second_head(fork):
 
 
 def test_what_offload_cannot_follow_is_one_line(fork):
-    """A block's weight that is read elsewhere."""
     new = "        x = x + self.layers[1].mlp.Wo.weight.detach()[:, 0]\n"
     fork.insert("model.py", "        return self.final_norm(x)\n", new)
     fork.train(n_layer=4, optimizer="adamw")

@@ -89,19 +89,17 @@ def cells(name, some_runs):
     return dict(zip(["name", *glue.NINE, "mean of 9"], line, strict=True))
 
 
-FULL = {"cola": {"matthews": 50.0}, "sst2": {"accuracy": 90.0}}
-FULL |= {"mrpc": {"f1": 88.0, "accuracy": 84.0}, "stsb": {"pearson": 86.0, "spearman": 85.0}}
-FULL |= {"qqp": {"f1": 87.0, "accuracy": 90.0}, "mnli": {"accuracy": 82.0, "accuracy_mm": 83.0}}
-FULL |= {"qnli": {"accuracy": 89.0}, "rte": {"accuracy": 60.0}}
-
-
 def test_the_mean_is_of_the_nine_numbers_and_what_is_partial_is_marked():
-    row = cells("x", runs(**FULL, wnli={"accuracy": 1.0}))
+    full = {"cola": {"matthews": 50.0}, "sst2": {"accuracy": 90.0}}
+    full |= {"mrpc": {"f1": 88.0, "accuracy": 84.0}, "stsb": {"pearson": 86.0, "spearman": 85.0}}
+    full |= {"qqp": {"f1": 87.0, "accuracy": 90.0}, "mnli": {"accuracy": 82.0, "accuracy_mm": 83.0}}
+    full |= {"qnli": {"accuracy": 89.0}, "rte": {"accuracy": 60.0}}
+    row = cells("x", runs(**full, wnli={"accuracy": 1.0}))
     assert row["mean of 9"] == f"{(50 + 90 + 88 + 86 + 87 + 82 + 83 + 89 + 60) / 9:.1f}"
     assert row["MRPC"] == "88.0" and row["MNLI-mm"] == "83.0" and row["RTE"] == "60.0"
-    some = cells("x", runs(mnli=FULL["mnli"], cola=FULL["cola"]))
+    some = cells("x", runs(mnli=full["mnli"], cola=full["cola"]))
     assert some["mean of 9"] == f"{(50 + 82 + 83) / 3:.1f} (3 of 9)" and some["RTE"] == "–"
-    partial = runs(**FULL)
+    partial = runs(**full)
     partial[4]["rows"] = {"train": 100, "dev": 40430}
     row = cells("x", partial)
     assert (row["QQP"], row["MNLI-m"], row["mean of 9"]) == ("87.0*", "82.0", "79.4*")

@@ -88,7 +88,6 @@ def test_own_labels(tmp_path, data_dir, sentences):
     assert tokenizer(rows[0][0])["input_ids"][1:-1] == ids  # as in pre-training, a [SEP] is text
     n_longer = sum(len(tokenizer(text)["input_ids"]) > 32 for text, _ in rows)
     assert f"{n_longer} of 220 texts have more than 32 tokens" in said
-    assert re.search(r"\d+ steps, some [\d.]+ minutes more", said)
 
     pipe = transformers.pipeline("text-classification", model=str(out), truncation=True)
     dev = [row for row in rows if is_held_out("".join(row[0].lower().split()), 0.1)]

@@ -26,6 +26,8 @@ from nanocram import sources
 from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise
 
 FILES = ("tokenizer.json", "train.bin", "val.bin")
+# zstd: magic number, a window of 512 MB, one raw block
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little") + b"text\n"
 
 
 def rows_of(folder, name="train.bin"):
@@ -121,8 +123,8 @@ def test_every_kind_of_file_is_read(tmp_path, corpus):
     (tmp_path / "e.json").write_text(json.dumps([{"body": text} for text in texts], indent=1))
     with open(tmp_path / "F.CSV", "w", newline="", encoding="utf-8-sig") as f:
         csv.writer(f).writerows([("sep=", ""), ("id", "body"), *enumerate(texts)])  # by Excel
-    source = f"{tmp_path}/a.*,{tmp_path}/*"
-    counts = prepare(tmp_path / "out", source, text_column="body")["counts"]
+    globs = f"{tmp_path}/a.*,{tmp_path}/*"
+    counts = prepare(tmp_path / "out", globs, text_column="body")["counts"]
     train, _ = check_rows(tmp_path / "out", texts * 6)
     assert (counts["read"], counts["kept"]) == (6 * len(texts), len(train))
 
@@ -217,10 +219,6 @@ def test_text_as_it_is_keeps_every_byte(tmp_path):
     assert counts["characters"] + counts["val_characters"] == sum(map(len, texts))
     n_tokens = sum(len(text.encode()) + 1 for text in texts)  # with a [SEP] each
     assert counts["tokens"] + counts["val_tokens"] == n_tokens
-
-
-# zstd: magic number, a window of 512 MB, one raw block
-LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little") + b"text\n"
 
 
 @pytest.mark.parametrize(
@@ -388,18 +386,16 @@ def test_max_tokens_of_a_silent_hub(tmp_path, five_files, corpus, texts, capsys,
     assert same(tmp_path / "4", out) and same(tmp_path / "dead", out)
 
 
-CONFIGS = """---
+def test_the_hub_is_read_in_its_order_or_refuses_once(tmp_path, corpus, monkeypatch):
+    web = tmp_path / "hub/datasets/some/web"
+    (web / "sample").mkdir(parents=True)
+    configs = """---
 configs:
 - {config_name: part, data_files: [{split: train, path: sample/*}]}
 - {config_name: all, data_files: [{split: train, path: data/*}]}
 ---
 """
-
-
-def test_the_hub_is_read_in_its_order_or_refuses_once(tmp_path, corpus, monkeypatch):
-    web = tmp_path / "hub/datasets/some/web"
-    (web / "sample").mkdir(parents=True)
-    (web / "README.md").write_text(CONFIGS)
+    (web / "README.md").write_text(configs)
     parts = [documents_of(corpus)[i::3] for i in range(3)]
     for i, texts in enumerate(parts):
         table = pyarrow.table({"id": range(len(texts)), "text": texts})

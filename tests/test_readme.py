@@ -80,7 +80,6 @@ def test_files_flags_recipes_and_values_of_commands_exist(monkeypatch):
 
 @pytest.mark.slow
 def test_commands_run(tmp_path, data_dir, corpus, glue_files):
-    """In a folder that looks like the repository, with small data and small models."""
     for name in ("config", "nanocram", "model.py", *SCRIPTS):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(data_dir, tmp_path / "data/ready")

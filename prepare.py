@@ -4,8 +4,7 @@
     python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl, .csv, .parquet
     python prepare.py config/tiny.py                                   # the embedded corpus
 
-One thread reads all files, local ones first; two turn batches of their text into rows, which are
-merged at the end. Rerun the command to continue after a kill; the output is identical.
+Rerun the command to continue after a kill; the output is identical.
 """
 
 import glob
@@ -57,9 +56,6 @@ PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
 MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
 
 
-# What to read
-
-
 def find_files():
     """{source: [[path, bytes, time of change]]} of local files, sorted; [] for a Hub data set."""
     found, seen = {}, set()
@@ -86,8 +82,7 @@ def find_files():
 
 
 def read_file(path, skipped):
-    """Yield (number from 1, text, bytes read so far) of a file's documents behind skipped ones.
-    Waits for a silent Hub; exits where the file cannot be read to its end."""
+    """Yield (number from 1, text, bytes read so far) of a file's documents behind skipped ones."""
     edges = "\r\n" if normalisation == "none" else None  # None strips all white space
     tries = 0
     while True:
@@ -163,8 +158,7 @@ def filter_threshold():
 
 
 def make_vocabulary(files, folder):
-    """Train it on the first texts of each source, or copy it; exit where it does not suit them.
-    Returns what is_held_out() takes; without copies by_key would move rows for nothing."""
+    """Train it on the first texts of each source, or copy it. Returns what is_held_out() takes."""
     print(f"vocabulary  {vocab_size} entries, of {tokenizer or f'{vocab_sample_mb} MB at most'}")
     sample, size, n_documents = [], 0, 0  # of all text, roughly
     for paths in files.values():
@@ -182,9 +176,8 @@ def make_vocabulary(files, folder):
     # hold out 1 %, less of a large text, up to 10 % so that it makes 200 rows and 8 documents
     least = max(200 * seq_len * 4 / size, 8 / n_documents)  # four characters are a token
     chosen = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
-    share = val_share or float(f"{chosen:.1g}")
-    rule = {"val_share": share, "by_key": has_copies(sample)}
-
+    # without copies by_key would move rows for nothing
+    rule = {"val_share": val_share or float(f"{chosen:.1g}"), "by_key": has_copies(sample)}
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
     if np.mean(["\ufffd" in text for text in begins]) > 0.5:
         sys.exit("most texts are not UTF-8: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
@@ -217,9 +210,6 @@ def check_normalisation(texts):
         sys.exit(f"{said}: type --normalisation=plain")
     if max(share, hit / 2) > 0.01:
         print(f"WARNING: {said}: --normalisation=plain keeps them")
-
-
-# Rows
 
 
 def process_batch(number, texts, batch, vocabulary, folder, rule):
@@ -298,8 +288,7 @@ def process_batches(files, folder, rule):
 
 
 def merge(batches, folder):
-    """Write train.bin: the next row comes from a random batch, in proportion to the rows that each
-    has left. Those of a batch are shuffled already."""
+    """Write train.bin: the next row is of a random batch, by the rows that each has left."""
     read = [0] * len(batches)  # bytes of each batch
     numbers = np.arange(len(batches), dtype=np.min_scalar_type(len(batches)))
     rng = np.random.default_rng(0)
@@ -308,8 +297,7 @@ def merge(batches, folder):
     batch_of_row = np.concatenate([numbers[:0], *levels])
     with open(folder / "train.bin", "wb") as f:
         n = max(1, MERGED // seq_len)
-        for start in range(0, len(batch_of_row), n):
-            some = batch_of_row[start : start + n]
+        for some in np.split(batch_of_row, range(n, len(batch_of_row), n)):
             rows = np.empty((len(some), seq_len), np.uint16)
             for number, n_rows in zip(*np.unique(some, return_counts=True), strict=True):
                 file = folder / f"batch-{number:05}.train"
@@ -353,9 +341,6 @@ def finish(batches, folder, settings, rule, begin):
     if n := count["not_utf8"]:
         print(f"WARNING: {n} documents have U+FFFD: type iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW")
     print(f"next        {next_command(count['rows'] * seq_len)}")
-
-
-# The folder
 
 
 def differences(have, wanted):

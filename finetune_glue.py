@@ -4,8 +4,7 @@
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
     python finetune_glue.py --model=out/fineweb --baseline=scratch      # its pre-training's worth
 
-The protocol is that of arXiv 2212.14034, section 5, but for what docs/how_it_works.md lists. The
-model's folder gets glue.jsonl, the runs, and glue.md, the table. Rerun the command to continue.
+The model's folder gets glue.jsonl (runs) and glue.md (table). Rerun the command to continue.
 """
 
 import hashlib
@@ -96,7 +95,6 @@ class Ours:
             yield np.concatenate([[CLS], *parts]), 1 + len(parts[0])
 
     def build(self, n_outputs):
-        """A module for outputs_of(), with n_outputs."""
         masked_lm = MaskedLM(replace(self.pretrained.config, dropout=glue_dropout))
         if not self.scratch:
             masked_lm.load_state_dict(self.pretrained.state_dict())
@@ -124,7 +122,6 @@ class HuggingFace:
         self.max_seq_len = getattr(net.config, "max_position_embeddings", 0)
         self.pad = self.tokenizer.pad_token_id
         self.two_types = "token_type_ids" in self.tokenizer.model_input_names
-
         # only the classifier may be new, and perhaps a pooler before it
         new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
         prefix = net.base_model_prefix + "."
@@ -171,8 +168,7 @@ def outputs_of(net, inputs, amp_dtype):
 
 
 def fine_tune(candidate, net, data, seed, amp_dtype, bar):
-    """Fine-tune net on data, a Ragged; a tqdm bar counts its rows. Returns the mean of the last
-    epoch's losses, cross-entropy in nats or squared errors."""
+    """Fine-tune net on data, a Ragged; return the mean of the last epoch's losses."""
     matrices = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
@@ -185,7 +181,6 @@ def fine_tune(candidate, net, data, seed, amp_dtype, bar):
     batches = []
     for epoch in range(epochs):
         batches += batches_by_length(data.length, candidate.batch, (seed, epoch))
-
     net.train()
     losses = []  # on the device
     for step, rows in enumerate(batches):
@@ -237,7 +232,6 @@ def fine_tune_and_score(candidate, task, seed, splits, dev, amp_dtype, bar):
 
 @machine.training_kernels()
 def main():
-    # refuse settings that cannot work
     is_hf = baseline.startswith("hf:")
     allowed = {
         "baseline": ("scratch", baseline if is_hf or not baseline else "hf:PATH_OR_NAME"),
@@ -258,7 +252,6 @@ def main():
         sys.exit(f"there is no task {min(unknown)!r}: choose from {', '.join(glue.TASKS)}")
     dev, amp_dtype = machine.pick(device, dtype)
 
-    # what is fine-tuned: the model, or what it is compared with
     candidate = HuggingFace(baseline[3:]) if is_hf else Ours(folder, baseline == "scratch")
     longest = candidate.max_seq_len // 8 * 8  # batches are padded to a multiple of 8
     if 0 < longest < glue_seq_len:
@@ -289,7 +282,6 @@ def main():
     if n_done := len(runs) - len(todo):
         print(f"{n_done} of {len(runs)} fine-tunings are in {folder}/glue.jsonl already")
 
-    # each task with each seed
     total = epochs * sum(run["rows"]["train"] for run in todo)
     with safety.Bar(total=total, unit=" rows", unit_scale=True) as bar:
         for run in todo:
@@ -299,8 +291,8 @@ def main():
             seconds, found = machine.timed(dev, fine_tune_and_score, *job)
             glue.add_runs(folder, run | found | {"seconds": round(seconds, 1)})
             said = [f"{metric} {value:.1f}" for metric, value in found["scores"].items()]
-            learnt = f"training loss {found['train_loss']} in the last epoch"
-            said = [*said, learnt] if said else ["diverged"]
+            loss = f"training loss {found['train_loss']} in the last epoch"
+            said += [loss] if said else ["diverged"]
             said += ["each answer is the same"] * found["constant"]
             bar.write(f"{task}, seed {seed}: {', '.join(said)}; {seconds:.0f} s")
 

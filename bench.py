@@ -4,8 +4,7 @@
     python bench.py config/tiny.py --profile=True    # the slowest operators too
     python bench.py config/offload.py --n_layer=8    # streamed from host memory
 
-Every setting of train.py is one here too. Rows are random tokens, so that no data must be prepared.
-A figure is a median and the range of the middle 80 %. results/bench_modernbert.py times a rival.
+It takes train.py's settings, too. A figure is a median and the range of the middle 80 %.
 """
 
 import re
@@ -50,7 +49,6 @@ class RandomRows(Rows):
 
 
 def new_run():
-    """A train.Run on random rows."""
     dev, amp_dtype = machine.pick(train.device, train.dtype)
     train.check_settings(dev)
     print("data         rows of random tokens, whatever data_dir has")
@@ -58,13 +56,11 @@ def new_run():
 
 
 def median_and_range(values):
-    """Median and the range of the middle 80 %, in words."""
     low, *_, high = statistics.quantiles(values, n=10, method="inclusive")
     return f"{statistics.median(values):,.0f} ({low:,.0f} to {high:,.0f})"
 
 
 def step_of(run, micro_batches):
-    """One optimiser step of so many micro-batches, at a moment when all rates are above 0."""
     assign(vars(train), {"batch_ramp": 0.0, "batch_size": micro_batches * run.micro_batch})
     train.train_step(run, MIDDLE)
 
@@ -78,7 +74,6 @@ def measure_speed(run):
         torch.cuda.reset_peak_memory_stats()
     first, *others = [machine.timed(dev, step_of, run, 1)[0] for _ in range(4)]
     print(f"first step   {first + setup_seconds:.1f} s, compiling and finding micro_batch included")
-
     # steps of about 2 s, or less, between two measurements of the yardstick
     n_micro = max(1, min(full_batch // run.micro_batch, int(2 / min(others))))
     n_rows = n_micro * run.micro_batch

@@ -1,8 +1,7 @@
 """Text to token ids and back: one normalisation, one byte-level BPE, one file with two readers.
 
-The tokenizers library trains the vocabulary and defines tokenizer.json, which transformers loads.
-tiktoken reads the same file several times faster, for the scripts. The ids are equal on any text
-but one that spells a special token, like "[MASK]": there transformers makes that token.
+The tokenizers library trains tokenizer.json, which transformers loads; tiktoken reads it for the
+scripts, several times faster. The ids differ only in a text that spells a special token.
 """
 
 import functools
@@ -24,9 +23,8 @@ MODES = ("ascii", "plain", "none")  # see normalise()
 # Words, one or two digits, punctuation, white space; all bounded: tiktoken fails on 10^6 spaces.
 PATTERN = r" ?[\p{L}\p{M}]{1,24}| ?\p{N}{1,2}| ?[^\s\p{L}\p{M}\p{N}]{1,8}|\s{1,8}"
 
-# Each rule below is applied twice, by Python here and by the tokenizers library from its file. Both
-# must agree on every string, so the rules name their characters one by one: \s and \w mean
-# different things to different regex engines. SPACE is what str.split() splits at.
+# Python applies these rules here, the tokenizers library from its file. Both must agree on every
+# string: no \s or \w, which differ between regex engines. SPACE is what str.split() splits at.
 SPACE = "[\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+"
 BEFORE_PUNCTUATION = r" (?=[!-/:-@\[-`{-~])"
 NOT_ASCII = "[^\x00-\x7f]{1,16}"  # bounded, so that the cache of to_ascii() is
@@ -61,7 +59,6 @@ def with_stand_ins(text, form="NFKC"):
 
 @functools.lru_cache(1 << 16)
 def to_ascii(run):
-    """What a run of characters outside ASCII becomes."""
     folded = with_stand_ins(re.sub(GONE, "", run), "NFKD")
     return folded.encode("ascii", "ignore").decode("ascii")
 
@@ -102,17 +99,15 @@ def normaliser_steps(mode):
 
 
 def train_tokenizer(texts, size, mode, folder):
-    """Train byte-level BPE of size entries; write tokenizer_config.json and, last, tokenizer.json.
-    Exits with one line if the texts do not yield so many entries."""
+    """Train byte-level BPE of size entries; exits if the texts do not yield so many."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    # The space that normalise() puts before the first word is in no text: decode() leaves it out.
-    # That of another word is in its token, but not in the token's offsets: with it the span of a
-    # name began with a space, and the collator for whole words took a whole row for one word.
+    # decode() leaves out the space that normalise() puts before the first word. Offsets leave out
+    # that of every word: with it the collator for whole words took a whole row for one word.
     prefixed = mode != "none"
     strip = [decoders.Strip(" ", 1, 0)] * prefixed
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), *strip])
@@ -125,12 +120,10 @@ def train_tokenizer(texts, size, mode, folder):
     tokenizer.train_from_iterator((normalise(text, mode) for text in texts), trainer)
     if (got := tokenizer.get_vocab_size()) < size:
         sys.exit(f"the text yields only {got} entries: type --vocab_size={got}, or give more text")
-
     spec = json.loads(tokenizer.to_str())
     spec["normalizer"] = normaliser_steps(mode)
-    # tiktoken merges any two neighbours whose union is in the vocabulary, lowest id first, and
-    # takes a piece that is an entry as it is. In the terms of tokenizer.json: every split of every
-    # entry is a merge, in the order of the ids.
+    # tiktoken takes an entry as it is, and merges any two neighbours whose union is one, lowest id
+    # first. In the terms of tokenizer.json: every split of every entry is a merge, by its id.
     vocab = spec["model"]["vocab"]
     entries = sorted(vocab.keys() - SPECIAL.keys(), key=vocab.get)
     splits = ([entry[:i], entry[i:]] for entry in entries for i in range(1, len(entry)))
@@ -175,9 +168,8 @@ class Tokenizer:
             vocab = spec["model"]["vocab"]
             words = vocab.keys() - SPECIAL.keys()
             ranks = {bytes(BYTE_OF[char] for char in word): vocab[word] for word in words}
-            self.encoding = tiktoken.Encoding(
-                "nanocram", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=SPECIAL
-            )
+            parts = {"pat_str": PATTERN, "mergeable_ranks": ranks, "special_tokens": SPECIAL}
+            self.encoding = tiktoken.Encoding("nanocram", **parts)
         except Exception as e:  # there are many ways to be another file
             what = f"not a tokenizer.json of prepare.py ({e!r:.80})"
             sys.exit(f"{path} is {what}: name another folder, or prepare the data again")

@@ -18,8 +18,6 @@ from nanocram.safety import first_line, write_text
 
 
 class Task(NamedTuple):
-    """A task: its columns in the official files, its labels, metrics and sizes."""
-
     folder: str
     texts: tuple  # columns with the sentence, or with both
     labels: tuple  # the names of labels 0, 1, …; none for a regression
@@ -83,7 +81,6 @@ def read(name, split, glue_dir):
     path = Path(glue_dir) / task.folder / f"{split}.tsv"
     if not path.exists():
         sys.exit(f"{path} not found: name another --glue_dir ('' = Hub), or --tasks without {name}")
-
     header = ["source", "label", "mark", "sentence"] if name == "cola" else None  # others have one
     texts, labels, n_short = [], [], 0
     with open(path, encoding="utf-8-sig", newline="\n") as f:
@@ -223,8 +220,6 @@ def table(runs):
         notes += [f"- \\* {flaw}" for found in tasks.values() for flaw in flaws(found)]
     rows += [[f"{name} †", *cells.split()] for name, cells in REFERENCES.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(n) for cell, n in zip(others, widths[1:], strict=True)]
-        lines.append(f"| {first.ljust(widths[0])} | {' | '.join(cells)} |")
+    line = " | ".join([f"| {{:{widths[0]}}}", *(f"{{:>{n}}}" for n in widths[1:])]) + " |"
+    lines = [line.format(*row) for row in rows]
     return "\n".join([*lines, "", *dict.fromkeys(notes), EXPLANATION])

@@ -55,7 +55,6 @@ def configure(namespace, argv=None, also=None):
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print((namespace["__doc__"] or "").strip(), *blocks, sep="\n\n")  # python -OO drops the doc
         sys.exit()
-
     places = dict.fromkeys(find_settings(vars(also)), vars(also)) if also else {}
     places |= dict.fromkeys(own, namespace)  # {setting: the globals that have it}
     values = {name: own_value(place, name) for name, place in places.items()}
@@ -120,8 +119,7 @@ def own_value(namespace, name):
 def check(namespace, allowed):
     """Exit at the first setting that is not allowed. allowed: {names: (least, most) or choices}."""
     for names, values in allowed.items():
-        there = [name for name in names.split() if name in namespace]  # a fork may have dropped one
-        for name in there:
+        for name in filter(namespace.__contains__, names.split()):  # a fork may have dropped one
             value = namespace[name]
             if isinstance(value, str):
                 holds, wanted = value in values, " or ".join(values)

@@ -2,9 +2,8 @@
 
     torchrun --nproc_per_node=2 train.py config/tiny.py --device=cpu
 
-Of a step's micro-batches rank r of N computes number r, r + N and so on, and the gradients are
-summed: N ranks learn what one would. It is not DistributedDataParallel, because at the start of a
-batch ramp there may be fewer micro-batches than ranks.
+Rank r of N computes a step's micro-batches r, r + N and so on, and the gradients are summed. It is
+not DistributedDataParallel: a batch ramp may begin with fewer micro-batches than ranks.
 """
 
 import os

@@ -50,8 +50,7 @@ def lock(folder):
 
 
 def names_in(folder):
-    """Make a folder, and return the names in it, but for a lock, a disk's lost+found and what a
-    kill left half-written. Of a file, its name."""
+    """Make a folder; return the names in it, but for a lock, lost+found and half-written ones."""
     if folder.is_file():
         return {folder.name}
     folder.mkdir(parents=True, exist_ok=True)

@@ -331,7 +331,6 @@ def finish(batches, folder, settings, rule, begin):
             meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
             os.fsync(f.fileno())
     safety.write_text(folder / "meta.json", json.dumps(meta, indent=2))
-
     length = count["characters"] / count["tokens"]
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
     print(f"documents   {count['read']} read, {kept}, {count['held_out']} held out")

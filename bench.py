@@ -4,7 +4,8 @@
     python bench.py config/tiny.py --profile=True    # the slowest operators too
     python bench.py config/offload.py --n_layer=8    # streamed from host memory
 
-It takes train.py's settings, too. A figure is a median and the range of the middle 80 %.
+It takes train.py's settings, too. Rows are random tokens, so no data must be prepared. A figure is
+a median and the range of the middle 80 %.
 """
 
 import re

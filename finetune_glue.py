@@ -4,7 +4,8 @@
     python finetune_glue.py --model=out/tiny --glue_dir=path/to/GLUE --tasks=cola,rte --seeds=1
     python finetune_glue.py --model=out/fineweb --baseline=scratch      # its pre-training's worth
 
-The model's folder gets glue.jsonl (runs) and glue.md (table). Rerun the command to continue.
+The protocol is that of arXiv 2212.14034, section 5, but for what docs/how_it_works.md lists. The
+model's folder gets glue.jsonl (runs) and glue.md (table). Rerun the command to continue.
 """
 
 import hashlib
@@ -168,7 +169,8 @@ def outputs_of(net, inputs, amp_dtype):
 
 
 def fine_tune(candidate, net, data, seed, amp_dtype, bar):
-    """Fine-tune net on data, a Ragged; return the mean of the last epoch's losses."""
+    """Fine-tune net on data, a Ragged; return the mean of the last epoch's losses, cross-entropy in
+    nats or squared errors."""
     matrices = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

@@ -220,6 +220,8 @@ def table(runs):
         notes += [f"- \\* {flaw}" for found in tasks.values() for flaw in flaws(found)]
     rows += [[f"{name} †", *cells.split()] for name, cells in REFERENCES.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    line = " | ".join([f"| {{:{widths[0]}}}", *(f"{{:>{n}}}" for n in widths[1:])]) + " |"
-    lines = [line.format(*row) for row in rows]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(n) for cell, n in zip(others, widths[1:], strict=True)]
+        lines.append(f"| {first.ljust(widths[0])} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *dict.fromkeys(notes), EXPLANATION])

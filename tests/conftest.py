@@ -53,7 +53,6 @@ SMALL_DATA = {"vocab_size": 600, "filter_ratio": 0.0, "val_share": 0.2}
 SMALL_MODEL = dict(vocab_size=600, n_layer=2, n_head=2, n_embd=32, n_inner=48)
 SMALL_MODEL |= dict(micro_batch=8, batch_size=16, batch_start=8, eval_rows=24, evals=2)
 SMALL_MODEL |= dict(compile=False, dtype="float32", log_every=2, samples="once upon a [MASK].")
-# of random_model()
 SIZES = dict(vocab_size=90, max_seq_len=160, n_layer=3, n_head=2, n_embd=32, n_inner=24)
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 # What takes most of the seconds of a small run: the yardstick and the picture.
@@ -186,9 +185,7 @@ def data_dir(shared, corpus):
 @pytest.fixture
 def train(monkeypatch, data_dir, tmp_path):
     """The train module with the settings of a small run; set others with put()."""
-    # Seconds of work, and many of them in bfloat16 where that is not native.
     monkeypatch.setattr(machine, "matmul_rate", lambda *where: 1e12)
-    # Most of a small save: who looks at loss.png puts PLOT back.
     monkeypatch.setattr(runlog, "plot", lambda folder: None)
     folders = {"data_dir": str(data_dir), "out_dir": str(tmp_path / "out")}
     put(monkeypatch, settings, typed=set())

@@ -29,8 +29,7 @@ def test_rows_wrap_and_stay_in_order(tmp_path):
     array.tofile(tmp_path / "x.bin")
     rows = Rows(tmp_path / "x.bin", 8)
     wanted = torch.from_numpy(array[[3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]].astype(np.int64))
-    assert len(rows) == 5
-    assert torch.equal(rows.read(3, 12), wanted)
+    assert len(rows) == 5 and torch.equal(rows.read(3, 12), wanted)
     assert torch.equal(rows.fetch(13, 12), wanted)  # in the third epoch
     # another seed begins elsewhere in the same circle
     begins = {Rows(tmp_path / "x.bin", 8, seed=seed).read(0, 1)[0, 0].item() for seed in range(99)}

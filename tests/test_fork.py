@@ -21,7 +21,6 @@ rows = Names(fetch=lambda *which: torch.arange(4, 132).repeat(64, 1))
 run = Names(rows=rows, begins_word=begins_word, state=train.State())
 torch.save(train.masked_batch(run, 0, 64, (128, 20))[0] == 3, "masked.pt")
 """
-# lines that several tests change
 SCORES = "    scores = torch.rand(B, T - 1, device=rows.device)\n"
 SUMMED = "        for name, value in measured.items():\n"
 LOSS = '        return {"loss": losses.mean()}\n'
@@ -52,25 +51,23 @@ class Fork:
         """Put lines before what stands once in a file."""
         self.edit(file, before, new + before)
 
-    def python(self, code, *argv):
-        return Forked(self.folder, code, *argv).end()
-
     def train(self, out_dir="out", first="", **settings):
         """Run train.py, after what is to come first; (rows of log.csv, ckpt.pt)."""
         settings = self.settings | settings | {"out_dir": out_dir}
-        self.said = self.python(first + QUICK + SCRIPT, "train.py", *flags(**settings))
+        code = first + QUICK + SCRIPT
+        self.said = Forked(self.folder, code, "train.py", *flags(**settings)).end()
         folder = self.folder / out_dir
         return read_log(folder), torch.load(folder / "ckpt.pt", weights_only=True)
 
     def masked(self, first=""):
         """Where 64 rows of 128 tokens have a [MASK], (64, 128), if 20 of them are hidden."""
-        self.python(first + MASKED)
+        Forked(self.folder, first + MASKED).end()
         return torch.load(self.folder / "masked.pt")
 
     def load(self, then):
         """Load the model of folder out and then do something with it; what is printed."""
         code = "import torch\nfrom nanocram import model_folder\nmodel = model_folder.load('out')\n"
-        return self.python(code + then).strip()
+        return Forked(self.folder, code + then).end().strip()
 
     def model_type(self, out_dir="out"):
         return json.loads((self.folder / out_dir / "config.json").read_text())["model_type"]

@@ -21,7 +21,6 @@ SLIPS = {
     "prepare.py": [
         ("--source=*.tsv", "no file matches '*.tsv'"),
         ("--source=nobody/nothing", "could not read nobody/nothing (ConnectionError"),
-        ("--source=corpus.txt --max_tokens=-1", "max_tokens=-1 cannot work: type 0 to"),
         ("--source=a/b,c/d --max_tokens=9", "name one --source"),
         ("--source=notes.odt", "notes.odt is of no kind that is read"),
         ("--source=single.txt", "held out of 1 documents (paragraphs): delete"),
@@ -43,9 +42,6 @@ SLIPS = {
         ("--optimizer=none", "optimizer=none is unknown"),
         ("--mask_rate=0", "mask_rate=0.0 cannot work: type 0.001 to 0.9"),
         ("--mask_token_share=0.8 --random_token_share=0.3", "random_token_share=0.3 cannot"),
-        ("--mask_token_share=80", "mask_token_share=80.0 cannot work: type 0 to 1"),
-        ("--weight_decay=-0.1", "weight_decay=-0.1 cannot work: type 0 or more"),
-        ("--seed=99999999999999999999", "seed=99999999999999999999 cannot work"),
         ("--data_dir=nowhere", "run python prepare.py --data_dir=nowhere"),
         ("--init=resume", "ckpt.pt not found: name the --out_dir"),
         ("--init=scrach", "init must be scratch, resume, auto or a model folder: scrach is no"),
@@ -61,7 +57,6 @@ SLIPS = {
         ("--device=cuda", "cannot use device=cuda: type --device=cpu, or install"),
     ],
     "finetune_glue.py": [
-        ("--glue_beta2=2", "glue_beta2=2.0 cannot work: type 0 to"),
         ("--tasks=cola,sts-b", "there is no task 'sts-b': choose from"),
         ("--model=nowhere", "nowhere not found: name the folder"),
         ("--glue_dir=nowhere", "nowhere/CoLA/train.tsv not found"),

@@ -29,7 +29,7 @@ def read_ranks():
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             sys.exit(f"WORLD_SIZE is set, but {name} is not: unset WORLD_SIZE, or use torchrun")
-    return int(rank), int(os.environ.get("LOCAL_RANK", 0)), int(size)
+    return int(rank), int(os.environ.get("LOCAL_RANK") or 0), int(size)
 
 
 def configure(namespace, argv=None, also=None):

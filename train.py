@@ -472,7 +472,7 @@ class Run:
         # init the model, the same on every rank
         torch.manual_seed(seed)
         if offload:  # it stays in host memory, and its blocks stream through the device
-            streamed = Streamed(model_config(), dev, amp_dtype, compile)
+            streamed = Streamed(model_config(), dev, compile)
             self.model, computes = streamed.model, streamed.twin
         else:
             self.model = computes = MaskedLM(model_config()).to(dev)

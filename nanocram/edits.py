@@ -109,7 +109,7 @@ def check_streaming(config, T, dev, begun=False):
     """Object if offload, on a torch.device, has other gradients than a plain model of config."""
     plain, ids, positions = small_model(config, T)
     try:
-        streamed = Streamed(plain.config, dev, torch.float32).model
+        streamed = Streamed(plain.config, dev).model
         streamed.load_state_dict(plain.state_dict())
         gradients = []
         for model in (plain.to(dev).train(), streamed):

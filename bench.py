@@ -4,8 +4,7 @@
     python bench.py config/tiny.py --profile=True    # the slowest operators too
     python bench.py config/offload.py --n_layer=8    # streamed from host memory
 
-It takes train.py's settings, too. Rows are random tokens, so no data must be prepared. A figure is
-a median and the range of the middle 80 %.
+It takes train.py's settings. Rows are random. A figure is a median and the range of the middle 80 %.
 """
 
 import re
@@ -70,6 +69,7 @@ def measure_speed(run):
     """Print the first step, tokens/s and MFU."""
     dev = run.device
     full_batch = train.batch_size
+    run.clock.start()
     setup_seconds, _ = machine.timed(dev, train.set_up, run, run.rows.read(0, run.small_pass))
     if dev.type == "cuda":  # the search holds memory that a step does not
         torch.cuda.reset_peak_memory_stats()

@@ -169,8 +169,7 @@ def outputs_of(net, inputs, amp_dtype):
 
 
 def fine_tune(candidate, net, data, seed, amp_dtype, bar):
-    """Fine-tune net on data, a Ragged; return the mean of the last epoch's losses, cross-entropy in
-    nats or squared errors."""
+    """Fine-tune net on data, a Ragged; return the last epoch's mean loss, nats or squares."""
     matrices = [p for p in net.parameters() if p.ndim > 1]
     others = [p for p in net.parameters() if p.ndim <= 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
@@ -277,12 +276,14 @@ def main():
             tqdm.write(f"WARNING: {flaw}")
         runs += [{**what, **facts, "seed": first_seed + i} for i in range(seeds)]
     try:
-        done = glue.add_runs(folder)  # none, to see that it can be written before hours of work
+        done = glue.read_runs(folder)
+        known = [done[glue.key(run)] for run in runs if glue.key(run) in done]
+        glue.add_runs(folder, *known)  # they are the last ones now; and it can be written
     except OSError as e:
         sys.exit(f"{folder} cannot be written ({e.strerror}): make a copy, type --model=COPY")
     todo = [run for run in runs if glue.key(run) not in done]
-    if n_done := len(runs) - len(todo):
-        print(f"{n_done} of {len(runs)} fine-tunings are in {folder}/glue.jsonl already")
+    if known:
+        print(f"{len(known)} of {len(runs)} fine-tunings are in {folder}/glue.jsonl already")
 
     total = epochs * sum(run["rows"]["train"] for run in todo)
     with safety.Bar(total=total, unit=" rows", unit_scale=True) as bar:

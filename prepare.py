@@ -4,8 +4,7 @@
     python prepare.py --source='texts/*.txt.gz' --data_dir=data/mine   # or .jsonl, .csv, .parquet
     python prepare.py config/tiny.py                                   # the embedded corpus
 
-One thread reads all files, local ones first, two turn their text into rows. Rerun the command to
-continue after a kill; the output is identical.
+Rerun the command to continue after a kill; the output is identical.
 """
 
 import glob

@@ -373,7 +373,7 @@ def train_step(run, progress):
 @signals  # the first Ctrl-C sets signals.stop, a second one ends the process
 @machine.training_kernels()
 def main():
-    # settings, machine and data, before anything is written
+    # settings, machine and data, before anything but the lock is written
     parallel.join(device)
     master_process = parallel.RANK == 0
     _lock = safety.lock(out_dir) if master_process else None  # one writer a folder, to the end
@@ -458,8 +458,7 @@ class Run:
         self.settings = {name: globals()[name] for name in SETTINGS}
         self.rows, self.meta, self.tokenizer = rows, meta, tokenizer
         self.device, self.amp_dtype = dev, amp_dtype
-        # rows in a pass, and where these do not divide a step; set_up() finds both. On a CPU more
-        # rows are no faster, and 256 of the paper's size take 25 GB
+        # rows in a pass, and where these do not divide a step; more are no faster on a CPU
         self.micro_batch = self.small_pass = micro_batch or (UNIT if dev.type == "cuda" else 32)
         self.state = State()
         self.clock = Clock(self.state, len(rows))
@@ -554,7 +553,7 @@ def set_up(run, held_out_rows):
 
 @contextmanager
 def eval_weights(run):
-    """Within it run.model has the weights to evaluate and export: here those that are trained."""
+    """Within it run.model has the weights to evaluate and export, before the first step too."""
     try:
         yield  # copy others in before this line ...
     finally:
@@ -564,9 +563,11 @@ def eval_weights(run):
 def exit_if_done(run, progress):
     """Exit if the budget is over, and its end was saved already, or no step was taken."""
     state = run.state
-    model = Path(out_dir, "model.safetensors")  # if it was deleted, the end once more makes it
-    if progress < 1 or state.step != state.finished_at or (state.step and not model.exists()):
+    if progress < 1 or state.step != state.finished_at:
         return
+    needed = ("config.json", "model.safetensors", "tokenizer.json", "run.json")
+    if state.step and not all(Path(out_dir, name).exists() for name in needed):
+        return  # the end once more makes what was deleted
     more = f"--budget_hours={math.ceil(1000 * budget_hours - run.clock.left() / 3.6) / 1000}"
     if max_epochs:
         rows = state.rows_seen + batch_rows(1.0)
@@ -587,8 +588,7 @@ def save_model(run, folder):
 
 
 def should_save(run):
-    """Whether to save now: at the start and after the first step, to see early that a disk is full;
-    then every checkpoint_minutes. Not after a skipped step: an update may have broken weights."""
+    """Whether to save now: around step 1, then every checkpoint_minutes; not behind a skip."""
     state, minutes = run.state, (now() - run.saved_at) / 60
     n_updates = state.step - state.skipped
     is_due = n_updates <= 1 or 0 < checkpoint_minutes <= minutes

@@ -180,7 +180,7 @@ print(f"a bag of {kind} has an accuracy of {bag_hits:.1%}, always naming {larges
 print(f"{saved} has this bag: if it will do, press Ctrl-C")
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
 
-device, dtype = machine.pick("auto", "auto")  # without cuDNN's attention
+device, dtype = machine.pick("auto", "auto")
 label2id = {name: i for i, name in enumerate(names)}
 fields = {"id2label": dict(enumerate(names)), "classifier_pooling": args.pooling}
 try:
@@ -209,8 +209,9 @@ settings |= {"per_device_train_batch_size": args.batch, "bf16": str(dtype) == "t
 settings |= {"warmup_steps": 0.1, "use_cpu": device.type == "cpu", "report_to": "none"}
 settings = transformers.TrainingArguments(unfinished, save_strategy="no", **settings)
 trainer = transformers.Trainer(model, settings, None, train, None, tokenizer, callbacks=[Forecast])
-trainer.train()
-scores, labels, _ = trainer.predict(dev)
+with machine.training_kernels():
+    trainer.train()
+    scores, labels, _ = trainer.predict(dev)
 trainer.save_model(unfinished)
 unfinished.rename(out)
 answers = scores.argmax(-1)

@@ -17,8 +17,7 @@ def check_finite(model):
 
 
 def save(run, path, optimizer_name):
-    """Write a train.Run to path. Raises ValueError if State cannot be read again, OSError if the
-    disk fails."""
+    """Write a train.Run to path; raises ValueError if State cannot be read again, or OSError."""
     ckpt = {
         "config": asdict(run.model.config),
         "optimizer": optimizer_name,
@@ -67,10 +66,12 @@ def load(run, path):
             o.load_state_dict(saved)
         if ckpt["scaler"]:
             run.scaler.load_state_dict(ckpt["scaler"])
-        for name in ckpt["state"].keys() & {field.name for field in fields(run.state)}:
-            setattr(run.state, name, ckpt["state"][name])  # a newer field keeps its default
-        run.saved_step = run.state.step
+        named = {"step", "rows_seen", "elapsed", *ckpt["state"]}  # a newer field keeps its default
+        for name in named & {field.name for field in fields(run.state)}:
+            setattr(run.state, name, ckpt["state"][name])
+        run.saved_step = ckpt["state"]["step"]
         where = run.model.decoder.weight.device
         run.state.tensors = {k: t.detach().to(where) for k, t in run.state.tensors.items()}
     except Exception as e:  # there are many ways to be broken
-        sys.exit(f"{path} does not fit this model or is damaged: {first_line(e)}")
+        why = " ".join(str(e).split())[:200]
+        sys.exit(f"{path} does not fit this model or is damaged: {why}")

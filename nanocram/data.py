@@ -27,13 +27,12 @@ def load_meta(folder, **wanted):
     for name, value in wanted.items():
         if meta[name] != value:
             sys.exit(f"{folder} has {name}={meta[name]}, not {value}: type --{name}={meta[name]}")
-    if "words" not in meta["counts"]:
-        sys.exit(f"{folder} is of another version: delete it, and {again}")
     # train.bin is too large for a checksum at every start
     size = 2 * meta["counts"]["rows"] * meta["seq_len"]
     val_sum = hashlib.sha256((folder / "val.bin").read_bytes()).hexdigest()
-    if (folder / "train.bin").stat().st_size != size or val_sum != meta["sha256"]["val.bin"]:
-        sys.exit(f"train.bin or val.bin is not the one that meta.json describes: {again}")
+    is_whole = (folder / "train.bin").stat().st_size == size and "words" in meta["counts"]
+    if not is_whole or val_sum != meta["sha256"]["val.bin"]:
+        sys.exit(f"{folder} is not what meta.json says, or of another version: {again}")
     return meta
 
 

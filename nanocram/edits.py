@@ -1,6 +1,5 @@
-"""Looks for edits that run without an error and train another model: on a small one when train.py
-starts, and in the passes that set up a run. No verdict hangs on rounding. What takes two runs to be
-seen is a test: python -m pytest tests/test_edit.py
+"""Looks for edits that run without an error and train another model: in a small one, and in the
+passes of set-up. What takes two runs to be seen is a test: python -m pytest tests/test_edit.py
 """
 
 import contextlib
@@ -21,9 +20,8 @@ from nanocram.safety import first_line, say_once
 
 
 def object_to(said, check, only_warn):
-    """Exit with said, or print it as a warning: no check ends a resume of what it let begin.
-    check: what to delete to switch it off."""
-    said = f"{said} (see python -m pytest tests/test_edit.py); if you mean it, delete {check}"
+    """Exit with said, or warn, as where a run was let begin; check: what to delete."""
+    said = f"{said}; if you mean it, delete {check}"
     if not only_warn:
         sys.exit(said)
     say_once(f"WARNING: {said}")
@@ -99,8 +97,8 @@ def check_mixing(config, T, begun=False):
     compare(outputs(model, ids), whole, "from pass to pass: chance belongs behind self.training")
     said = "where only some tokens are computed: mix tokens at the top of Block.forward()"
     said += " (in a narrow layer x never has all: type --n_narrow=0)" * (config.n_narrow > 1)
-    compare(some, whole, f"{said}; a mask (T, T) needs its rows at positions")
-    said = "beside padding or another row: mix zeros where attention_mask (B, T), if given, is 0"
+    compare(some, whole, f"{said}; index a mask or bias (T, T) by positions")
+    said = "beside padding or another row: first multiply x by attention_mask[..., None], if given"
     compare([y[1, :n] for y in padded], [y[0] for y in alone], said)
 
 
@@ -131,8 +129,7 @@ def check_streaming(config, T, dev, begun=False):
 
 
 def check_loss(run, loss):
-    """Object to a loss that depends on parameters that MaskedLM.__init__() has not made, or that
-    offload keeps on the host."""
+    """Object to a loss that reads parameters which MaskedLM.__init__() has not made."""
     nodes, seen = [loss.grad_fn], {None}
     while nodes:
         node = nodes.pop()

@@ -14,7 +14,7 @@ def read_facts(folder):
 
 def is_by_other_code(folder):
     """Whether a folder's run was trained by other code than this."""
-    return not read_facts(folder)["code"].startswith(machine.code_hash())
+    return not read_facts(folder).get("code", "").startswith(machine.code_hash())
 
 
 def trained_on(run):
@@ -53,6 +53,6 @@ def note_changes(facts, before):
             print(f"{name} was {was!r} before the resume, and is {now!r} now")
     code = before.get("code", facts["code"])
     if not code.startswith(facts["code"]):
-        print("the code was edited before the resume")
+        print("the code was edited before the resume: see python -m pytest tests/test_edit.py")
         code = f"{facts['code']} after {code}"
     facts["code"] = code

@@ -11,7 +11,7 @@ from nanocram import parallel, safety
 
 
 def prepare_compiler(n_shapes):
-    """Let torch.compile take loss_fn in n_shapes shapes of rows, and say so if it cannot."""
+    """Let torch.compile take loss_fn in n_shapes shapes of rows, or fail."""
     torch.compiler.reset()  # the graphs of an earlier run here count against torch's limit
     # each shape in two sizes, evaluations, and a few for edits
     torch._dynamo.config.recompile_limit = 2 * n_shapes + 4
@@ -23,8 +23,7 @@ def warn_if_not_compiled():
     """Behind the first passes: say what keeps torch from compiling."""
     if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
         names = ", ".join(name for name in os.environ if "TORCH" in name and "DISABLE" in name)
-        what = names or "what disables it"
-        print(f"WARNING: torch compiles nothing: unset {what}, or type --compile=False")
+        print(f"WARNING: torch compiles nothing: unset {names or 'a switch'}, or --compile=False")
 
 
 @contextlib.contextmanager
@@ -65,7 +64,7 @@ def try_passes(run, take_passes, rows):
     weights = run.model.named_parameters()
     unread = ", ".join(name for name, p in weights if p.requires_grad and p.grad is None)
     if unread and seconds and run.micro_batch == run.small_pass:
-        print(f"WARNING: no pass of the set-up reads {unread:.200}")
+        print(f"WARNING: no pass of the set-up reads {unread:.200}: it may learn nothing")
     for buffer, was in zip(run.model.buffers(), before, strict=True):
         buffer.copy_(was)
     # free the memory; inside of `except` the traceback would keep it

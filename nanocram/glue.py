@@ -162,7 +162,10 @@ def read_runs(folder):
 def add_runs(folder, *new):
     """Add runs to glue.jsonl; draw all of it in glue.md and the card; return read_runs()."""
     with FileLock(Path(folder) / ".glue.lock"):  # several processes may fine-tune one model
-        runs = read_runs(folder) | {key(run): run for run in new}
+        runs = read_runs(folder)
+        for run in new:
+            runs.pop(key(run), None)  # the last one stands last
+            runs[key(run)] = run
         lines = [json.dumps(run) + "\n" for run in runs.values()]
         write_text(Path(folder, "glue.jsonl"), "".join(lines))
         drawn = table(runs.values())

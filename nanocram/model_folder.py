@@ -107,8 +107,7 @@ def modernbert_config(config):
 
 
 def save(model, folder, **facts):
-    """Write config.json, with facts, and model.safetensors (float32) of a MaskedLM into folder;
-    raises OSError."""
+    """Write config.json, with facts, and model.safetensors (float32); raises OSError."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state, config = model.state_dict(), {"model_type": "nanocram"}

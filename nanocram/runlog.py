@@ -48,7 +48,8 @@ def plot(folder):
     """Draw loss.png from log.csv: losses by the clock. Without matplotlib there is none."""
     from matplotlib.figure import Figure
 
-    lines = read_log(folder)
+    if not (lines := read_log(folder)):
+        return
     unit, seconds = ("hours", 3600) if lines[-1]["elapsed_s"] > 7200 else ("minutes", 60)
     axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").subplots()
 

@@ -1,11 +1,13 @@
 """Atomic writes, one run a folder, signals, errors in one line, progress in a log."""
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -152,7 +154,7 @@ class Signals(contextlib.ContextDecorator):
     stop = False  # bench.py and the tests ask without entering
 
     def __enter__(self):
-        self.stop, self.before, self.received = False, {}, {}
+        self.stop, self.before, self.timers = False, {}, []
         numbers = [signal.SIGINT, signal.SIGTERM]
         for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"):
             number = getattr(signal, name, None)  # Windows has none
@@ -162,17 +164,19 @@ class Signals(contextlib.ContextDecorator):
             self.before = {number: signal.signal(number, self.handle) for number in numbers}
 
     def __exit__(self, *error):
+        for timer in self.timers:
+            timer.cancel()
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
     def handle(self, number, frame):
-        if number not in self.received:
-            self.stop, self.received[number] = True, time.monotonic()
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nstopping and saving; once more ends the run at once\n")
-        elif time.monotonic() > self.received[number] + 2:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        signal.signal(number, signal.SIG_IGN)
+        self.stop = True
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, b"\nstopping and saving; once more ends the run at once\n")
+        # the system's default again, for a handler of Python's would wait for the end of a C call
+        self.timers.append(threading.Timer(2, ctypes.pythonapi.PyOS_setsig, (number, None)))
+        self.timers[-1].start()
 
 
 class ends_at_once(Signals):

@@ -98,8 +98,7 @@ def assign(namespace, values):
 
 
 def adopt(namespace, values, path):
-    """Set settings as what is at path has them. Exits if others were typed: a flag is meant, a
-    default or a recipe may be another run's."""
+    """Set settings as what is at path has them; exits if a flag says otherwise."""
     other = {name: value for name, value in values.items() if value != namespace[name]}
     flags = [f"--{name}={value}" for name, value in other.items() if name in typed]
     if flags:

@@ -82,8 +82,7 @@ def open_bytes(path):
 
 
 def read_texts(file, path, column, by_line=False):
-    """The documents of an open file, each a str; "" for a record without text. Raises whatever a
-    reader does; a ValueError names the line."""
+    """The documents of an open file; '' for a record without text. A ValueError names the line."""
     if file_kind(path) == "text":
         return filter(str.strip, split_documents(open_text(file, path), by_line))
     rows = read_rows(file, path, dict.fromkeys(column.split(","), str))
@@ -153,13 +152,13 @@ def json_rows(file, path, types):
 def table_rows(file, path, types):
     """Rows of a table. A .csv is as RFC 4180 has it; in a .tsv a line is a row, a quote is text."""
     file, is_tsv = open_text(file, path), file_kind(path) == "tsv"
-    header = file.readline()
+    header = file.readline(CELL)
     if "\r" in header.rstrip("\r\n"):
         raise ValueError(f"its lines end in CR: type tr '\\r' '\\n' < OLD > NEW.{file_kind(path)}")
     lines = itertools.chain([header], file)
     if is_tsv:
         rows = (line.rstrip("\r\n").split("\t") for line in lines)
-        rule = "in a .tsv a line is a row, a quote is text: if quotes enclose cells, rename it .csv"
+        rule = "a .tsv line has its tabs, a quote is text: if quotes enclose cells, name it .csv"
     else:
         bare = re.sub('"[^"]*"', "", header).strip("\r\n") or header
         delimiter = next((sign for sign in ",;\t|" if sign in bare), ",")

@@ -21,7 +21,8 @@ def begin_log(run):
     settings, step, is_resumed = run.settings, run.state.step, run.saved_step >= 0
     folder = Path(settings["out_dir"])
     before = read_facts(folder) if is_resumed else {}
-    facts = measure_facts(run)
+    found = ("finished_at_step", "frequency_loss", "rows_per_pass")  # as far as they stand there
+    facts = {name: before.get(name) for name in found} | measure_facts(run)
     note_changes(facts, before)
     log = Log(run, folder, facts)
     if settings["wandb_project"]:  # before anything is written, for it may fail
@@ -72,7 +73,6 @@ class Log:
         self.matmul_flops = facts["matmul_flops"] * facts["processes"]
         self.first_row = run.state.rows_seen  # where this process began to train
         self.train_seconds = self.speed = self.mfu = 0.0  # of this process
-        self.is_tenth_over = False  # of the run
         samples = facts["settings"]["samples"]
         if samples == "auto":
             samples = ENGLISH if run.tokenizer.mode == "ascii" else ""
@@ -106,9 +106,11 @@ class Log:
         line |= {name: total / steps for name, (steps, total) in state.sums.items()}
         state.sums = {}
         self.lines.append(line)
-        with extra("line at wandb"):
-            if self.wandb:
-                self.wandb.log(line, step=state.step)
+        if self.wandb:
+            wandb, self.wandb = self.wandb, None  # which stays so if this fails
+            with extra("more of this run at wandb"):
+                wandb.log(line, step=state.step)
+                self.wandb = wandb
         if losses or state.consecutive_skips or time.monotonic() > self.next_write:
             self.write()
 
@@ -117,8 +119,7 @@ class Log:
         where = f"{self.run.clock.elapsed() / 60:7.1f} min  step {self.run.state.step:6,}"
         at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
         say(f"{where}  held-out loss {at_15:.3f} (15 %) {at_25:.3f} (25 %)")
-        if not self.is_tenth_over and self.run.clock.progress() >= 0.1:
-            self.is_tenth_over = True
+        if number == max(1, self.run.settings["evals"] // 10):
             self.warn_if_none_learnt(losses)
         if self.samples:
             self.say_guesses([self.samples[number % len(self.samples)]])

@@ -156,7 +156,7 @@ class Clock(hf.TrainerCallback):
 
 @machine.training_kernels()
 def main():
-    dev, amp_dtype = machine.pick("cpu", "auto")  # it keeps freed memory too, as train.py does
+    dev, amp_dtype = machine.pick("cpu", "auto")
     rows, sets, data = load_recipe()
     out = Path(out_dir or f"out/race/{rival}_lr{lr:g}_mask{mask:g}_{minutes:g}min")
     out.mkdir(parents=True, exist_ok=True)

@@ -121,7 +121,7 @@ def to_ours(state):
 
 @machine.training_kernels()
 def main():
-    dev, amp_dtype = machine.pick("cpu", "auto")  # it keeps freed memory too, as train.py does
+    dev, amp_dtype = machine.pick("cpu", "auto")
     rows, sets, data = load_recipe("config/crammed.py")
     out = Path(out_dir or f"out/race/crammed-bert_lr{lr:g}_{minutes:g}min")
     out.mkdir(parents=True, exist_ok=True)

@@ -180,7 +180,7 @@ def test_a_run_that_is_over_is_continued(finished, tmp_path, train, monkeypatch,
         put(monkeypatch, train, max_steps=most)
         with pytest.raises(SystemExit, match="type --max_steps=61 or more"):
             train.main()
-    lost = ("model.safetensors", "config.json", "loss.png", "README.md")
+    lost = ("tokenizer.json", "config.json", "loss.png", "README.md")
     for name in lost:
         (out / name).unlink()
     put(monkeypatch, runlog, plot=PLOT)

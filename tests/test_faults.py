@@ -142,21 +142,20 @@ def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data
 
 
 SIGNALLED = """
-import signal, time
+import ctypes, os, signal, threading
 from nanocram import safety
-clock = [0.0]
-time.monotonic = lambda: clock[0]
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
 signals = safety.Signals()
 with signals:
     signal.raise_signal(signal.SIGHUP)
     assert not signals.stop
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # sbatch --signal=USR1@60
-        signal.raise_signal(number)
-        assert signals.stop
-    clock[0] += 3.0
-    print("it lives", flush=True)
+    signal.raise_signal(signal.SIGUSR1)  # sbatch --signal=USR1@60
     signal.raise_signal(signal.SIGTERM)
+    assert signals.stop
+    for seconds in (0.5, 3):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    threading.Timer(1, print, ("it lives",), {"flush": True}).start()
+    ctypes.CDLL(None).sleep(60)  # a C call, in which Python handles no signal
 """
 
 

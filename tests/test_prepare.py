@@ -232,7 +232,7 @@ def test_text_as_it_is_keeps_every_byte(tmp_path):
         ("a.csv", "text,id\none,1\rtwo,2\n", "line 2: a bare CR stands in it"),
         ("a.csv", '"3","Wall St."\n"4","b"\n', "if line 1 is no header, put one above"),
         ("a.tsv", "text\tid\rone\t1\rtwo\t2\r", "type tr '\\r' '\\n' < OLD > NEW.tsv"),
-        ("a.tsv", '"text"\t"label"\n"a"\t"b"\n', "rename it .csv"),
+        ("a.tsv", '"text"\t"label"\n"a"\t"b"\n', "name it .csv"),
         ("a.tsv", "id\ttext\n1\tok\n2\ttwo\nlines\n", "line 4: it has 1 cells, and the header 2"),
         ("a.tsv", "text\tid\na\t1\t\n", "line 2: it has 3 cells, and the header 2"),
         ("a.txt.zst", LONG_WINDOW, "zstd -d --long=31"),

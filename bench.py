@@ -4,7 +4,7 @@
     python bench.py config/tiny.py --profile=True    # the slowest operators too
     python bench.py config/offload.py --n_layer=8    # streamed from host memory
 
-It takes train.py's settings. Rows are random. A figure is a median and the range of the middle 80 %.
+Settings are train.py's, rows are random. A figure is a median and the range of the middle 80 %.
 """
 
 import re

@@ -32,7 +32,7 @@ def load_meta(folder, **wanted):
     val_sum = hashlib.sha256((folder / "val.bin").read_bytes()).hexdigest()
     is_whole = (folder / "train.bin").stat().st_size == size and "words" in meta["counts"]
     if not is_whole or val_sum != meta["sha256"]["val.bin"]:
-        sys.exit(f"{folder} is not what meta.json says, or of another version: {again}")
+        sys.exit(f"train.bin or val.bin is not what this version's meta.json says: {again}")
     return meta
 
 

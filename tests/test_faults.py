@@ -45,7 +45,7 @@ def run_of_3_steps(train, monkeypatch):
 @pytest.mark.slow
 def test_kill_9_at_any_moment(tmp_path, data_dir):
     """A run that is killed 30 times ends as if it had not been: the same log, the same weights."""
-    settings = {"init": "auto", "max_steps": 400, "dropout": 0.1, "evals": 40}
+    settings = {"init": "auto", "max_steps": 4000, "dropout": 0.1, "evals": 40}
     out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
     ckpt = out / "ckpt.pt"
     rng, while_writing = random.Random(0), False

@@ -65,9 +65,8 @@ def move_aside(folder):
     names = names_in(folder)
     if names and "run.json" not in names:
         sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
-    log = folder / "log.csv"
-    has_steps = log.exists() and log.read_text("utf-8").count("\n") > 2  # below the one before them
-    if names <= {"run.json", "tokenizer.json", "tokenizer_config.json", log.name} and not has_steps:
+    logged = "log.csv" in names and (folder / "log.csv").read_text("utf-8").count("\n") > 2
+    if names <= {"run.json", "tokenizer.json", "tokenizer_config.json", "log.csv"} and not logged:
         return
     places = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
     aside = next(path for path in places if not path.exists())

@@ -38,9 +38,8 @@ def begin_log(run):
     copy_tokenizer(settings["data_dir"], folder, run.model.config.max_seq_len)
     log.write()
     millions, mflops = facts["parameters"] / 1e6, run.flops_per_token / 1e6
-    speed = f"matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:.2f} TFLOP/s"
-    who = f"{facts['device']} multiplies {speed}"
-    say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {who}")
+    speed = f"multiplies matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:.2f} TFLOP/s"
+    say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {facts['device']} {speed}")
     if why := not_native(run.model):
         say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
     return log

@@ -53,6 +53,11 @@ class ModelConfig:
     norm_eps: float
     dropout: float
     zero_init: bool
+    neighbour_heads: bool = False
+
+    @property
+    def query_bias(self):  # and key_bias
+        return self.linear_bias or (self.neighbour_heads and self.position_embedding == "rope")
 
     @property
     def head_bias(self):  # of the head's dense layer: crammed BERT has one without linear_bias
@@ -151,8 +156,8 @@ class Attention(nn.Module):
         C, bias = config.n_embd, config.linear_bias
         self.n_head = config.n_head
         self.dropout = config.dropout
-        self.Wq = nn.Linear(C, C, bias=bias)
-        self.Wk = nn.Linear(C, C, bias=bias)
+        self.Wq = nn.Linear(C, C, bias=config.query_bias)
+        self.Wk = nn.Linear(C, C, bias=config.query_bias)
         self.Wv = nn.Linear(C, C, bias=bias)
         self.Wo = nn.Linear(C, C, bias=bias)
 
@@ -293,6 +298,20 @@ def init_weights(width):
     return init
 
 
+@torch.no_grad()
+def look_at_neighbours(attention, logit=6.0):
+    """Begin with heads that attend to the token before (even ones) or behind (odd ones). A bias b
+    of k and a = R(d) b of q, R being the rotation by d tokens (arXiv 2104.09864), add to the logit
+    of the token at a distance of t a function of t alone, with its peak, of logit, at t = d."""
+    H, D = attention.n_head, attention.Wq.out_features // attention.n_head
+    n = max(1, D // 4)  # the faster half of the frequencies: others hardly tell neighbours apart
+    angles = position_angles(2, D)[1, :n] * torch.tensor([-1.0, 1.0]).repeat(H)[:H, None]  # (H, n)
+    size = (logit * D**0.5 / n) ** 0.5
+    b, a = (W.bias.view(H, 2, D // 2)[..., :n] for W in (attention.Wk, attention.Wq))
+    b[:, 0] = size  # the two halves of a head's channels: see rotate()
+    a[:, 0], a[:, 1] = size * angles.cos(), size * angles.sin()
+
+
 class MaskedLM(nn.Module):
     """The masked language model; its decoder shares its matrix with the token embeddings."""
 
@@ -309,6 +328,9 @@ class MaskedLM(nn.Module):
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
+        if config.neighbour_heads and self.model.rope:
+            for layer in self.model.layers:
+                look_at_neighbours(layer.attn)
 
     def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without."""

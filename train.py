@@ -75,6 +75,7 @@ token_types = 0                 # entries of a token-type table; BERT has 2
 norm_eps = 1e-5
 dropout = 0.0                   # one epoch or a few: nothing to regularise (paper 4.3)
 zero_init = True                # the blocks' output matrices start at zero
+neighbour_heads = True          # with rope, heads begin by attending to the token before or behind
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of matrix products

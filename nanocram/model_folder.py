@@ -53,7 +53,7 @@ SAME = {
     "max_position_embeddings": "max_seq_len",
     "norm_eps": "norm_eps",
     "norm_bias": "norm_bias",
-    "attention_bias": "linear_bias",
+    "attention_bias": "query_bias",
     "mlp_bias": "linear_bias",
     "classifier_bias": "head_bias",
     "decoder_bias": "decoder_bias",
@@ -66,8 +66,8 @@ def not_native(model):
     """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one. Only tests/test_edit.py
     sees an edit that has neither a switch of its own, nor parameters or buffers."""
     have = asdict(model.config)
-    # without head_transform save() adds an identity_head(); a fork's switches have a default
-    known = {*NATIVE, *SAME.values(), "head_transform", *FOR_TRAINING}
+    # save() adds what these two lack, see missing(); a fork's switches have a default
+    known = {*NATIVE, *SAME.values(), "head_transform", "neighbour_heads", *FOR_TRAINING}
     native = NATIVE | {f.name: f.default for f in fields(model.config) if f.name not in known}
     native["n_narrow"] = min(have["n_narrow"], 1)  # one narrow layer computes what none does
     wrong = [f"{name}={have[name]}" for name in native if have[name] != native[name]]
@@ -94,6 +94,8 @@ def native_shapes(config):
         shapes[f"{name}.weight"] = shape
         kind = next((kind for kind in ("norm", "head", "decoder") if kind in name), "linear")
         if getattr(config, f"{kind}_bias"):
+            shapes[f"{name}.bias"] = shape[:1]
+        if config.query_bias and name[-2:] in ("Wq", "Wk"):
             shapes[f"{name}.bias"] = shape[:1]
     shapes["model.embeddings.tok_embeddings.weight"] = shapes.pop("decoder.weight")  # one tensor
     return shapes
@@ -178,36 +180,42 @@ def config_for_rows(folder, data_dir):
 
 def to_folder_keys(state, config):
     """Our state dict as ModernBERT has it."""
+    if not config.head_transform:
+        state = {key.replace("model.final_norm", "head.norm"): t for key, t in state.items()}
+    state |= missing(config)
     for joined, names in JOINED.items():
         for key in [key.replace(names[-1], "{}") for key in state if names[-1] in key]:
             parts = [state.pop(key.format(name)) for name in names]
             state[key.format(joined)] = torch.cat(parts)
-    if not config.head_transform:
-        state = {key.replace("model.final_norm", "head.norm"): t for key, t in state.items()}
-        state |= identity_head(config)
     return state
 
 
 def from_folder_keys(state, config):
-    """The inverse of to_folder_keys(); raises ValueError if an identity_head() was trained."""
+    """The inverse of to_folder_keys(); raises ValueError if what was missing() was trained."""
     for joined, names in JOINED.items():
         for key in [key for key in state if joined in key]:
             parts = state.pop(key).chunk(len(names))
             for name, part in zip(names, parts, strict=True):
                 state[key.replace(joined, name)] = part
+    for key, tensor in missing(config).items():
+        if not torch.equal(state.pop(key), tensor):
+            raise ValueError(f"{key} was trained elsewhere: only --baseline=hf:FOLDER takes it")
     if not config.head_transform:
-        for key, tensor in identity_head(config).items():
-            if not torch.equal(state.pop(key), tensor):
-                raise ValueError(f"{key} was trained elsewhere: only --baseline=hf:FOLDER takes it")
         state = {key.replace("head.norm", "model.final_norm"): t for key, t in state.items()}
     return state
 
 
-def identity_head(config):
-    """The head that a ModernBERT needs where our model has none: its dense layer is the identity,
-    its norm has our final norm's weights, and that one has ones. Normalising twice changes at most
-    a share of norm_eps / 2, where the variance is 1 or more."""
-    C = config.n_embd
-    head = {"head.dense.weight": torch.eye(C), "model.final_norm.weight": torch.ones(C)}
-    head |= {"head.dense.bias": torch.zeros(C)} if config.head_bias else {}
-    return head | ({"model.final_norm.bias": torch.zeros(C)} if config.norm_bias else {})
+def missing(config):
+    """{key: tensor} that a ModernBERT has, and our model lacks. Neighbour heads have no biases of v
+    and Wo: zeros. Without a head transform a head's dense layer is the identity, its norm our final
+    norm, and the final norm has ones; normalising twice changes at most a share of norm_eps / 2,
+    where the variance is 1 or more."""
+    C, found = config.n_embd, {}
+    if config.query_bias and not config.linear_bias:
+        names = (f"model.layers.{i}.attn.{W}" for i in range(config.n_layer) for W in ("Wv", "Wo"))
+        found = {f"{name}.bias": torch.zeros(C) for name in names}
+    if not config.head_transform:
+        found |= {"head.dense.weight": torch.eye(C), "model.final_norm.weight": torch.ones(C)}
+        found |= {"head.dense.bias": torch.zeros(C)} if config.head_bias else {}
+        found |= {"model.final_norm.bias": torch.zeros(C)} if config.norm_bias else {}
+    return found

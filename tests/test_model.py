@@ -18,6 +18,7 @@ import model as module
 import train
 from model import Classifier, MaskedLM, ModelConfig, math_attention
 from nanocram.edits import check_mixing
+from nanocram.model_folder import not_native, save
 from nanocram.settings import configure
 
 POSITIONS = torch.tensor([[0, 3, 16], [11, 1, 1], [4, 2, 0]])  # to read of padded_batch()
@@ -191,6 +192,25 @@ def test_narrow_models_start_with_larger_weights():
         if p.ndim == 2:
             standard_error = 1 / math.sqrt(2 * p.numel())
             assert p.std().item() == pytest.approx(0.04, rel=20 * standard_error), name
+
+
+@torch.no_grad()
+def test_heads_begin_by_attending_to_neighbours(tmp_path):
+    """By transformers' weights of attention, of tokens that differ: even heads to the token before,
+    odd ones to the one behind, in each layer; without the setting to none."""
+    ids = torch.arange(5, 85)[None]
+    for neighbour_heads in (True, False):
+        config = model_config(**SIZES | {"n_embd": 128}, neighbour_heads=neighbour_heads)
+        model = MaskedLM(config)
+        if not_native(model):
+            pytest.skip("this fork's model is no ModernBERT")
+        save(model, tmp_path)
+        how = {"attn_implementation": "eager"}
+        theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, **how).eval()
+        for weights in theirs(ids, output_attentions=True).attentions:  # (1, H, T, T)
+            for head, side in enumerate((-1, 1)):
+                of_side = [weights[0, head].diagonal(d).mean() for d in (side, 0, -side)]
+                assert (max(of_side) == of_side[0] > 0.2) == neighbour_heads
 
 
 def test_zero_init_makes_every_block_the_identity():

@@ -34,6 +34,7 @@ norm_bias = True
 norm_eps = 1e-12
 dropout = 0.1
 zero_init = False
+frequency_bias = False
 neighbour_heads = False
 # optimiser
 optimizer = "adam"

@@ -24,7 +24,9 @@ from nanocram.data import IGNORE
 from nanocram.model_folder import NATIVE, modernbert_config
 from nanocram.settings import configure
 
-AS_THEIRS = NATIVE | {"head_transform": True, "n_narrow": 0, "dropout": 0.0}  # our settings
+# our settings
+AS_THEIRS = NATIVE | {"head_transform": True, "n_narrow": 0, "dropout": 0.0}
+AS_THEIRS |= {"neighbour_heads": False}
 ROUNDS = 5
 TURN_SECONDS = 2.0  # at least one step
 

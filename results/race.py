@@ -64,7 +64,8 @@ SETUP = 3  # the first steps compile: the budget counts them, the schedule begin
 
 def make_model():
     """The rival, with as many parameters as a ModernBERT of the recipe's sizes has."""
-    c = replace(train.model_config(), **NATIVE, head_transform=True, n_narrow=0, dropout=0.0)
+    theirs = NATIVE | {"head_transform": True, "neighbour_heads": False}
+    c = replace(train.model_config(), **theirs, n_narrow=0, dropout=0.0)
     fields = modernbert_config(c)
     if rival == "modernbert":
         fields["sparse_prediction"] = True  # logits of the masked tokens alone

@@ -54,6 +54,7 @@ class ModelConfig:
     dropout: float
     zero_init: bool
     neighbour_heads: bool = False
+    token_values: bool = False
 
     @property
     def query_bias(self):  # and key_bias
@@ -161,13 +162,14 @@ class Attention(nn.Module):
         self.Wv = nn.Linear(C, C, bias=bias)
         self.Wo = nn.Linear(C, C, bias=bias)
 
-    def forward(self, queries, x, rope, attention_mask, positions):
-        """queries (B, K, C), the tokens at positions (B, K), attend to all of x (B, T, C); with
-        positions=None they are all T. rope: cos and sin (T, 1, D), or None."""
+    def forward(self, queries, keys, values, rope, attention_mask, positions):
+        """queries (B, K, C), the tokens at positions (B, K), attend to all keys (B, T, C), which
+        have values (B, T, C); with positions=None they are all T. rope: cos and sin (T, 1, D), or
+        None."""
         heads = (self.n_head, -1)
         q = self.Wq(queries).unflatten(-1, heads)  # (B, K, H, D)
-        k = self.Wk(x).unflatten(-1, heads)  # (B, T, H, D)
-        v = self.Wv(x).unflatten(-1, heads)
+        k = self.Wk(keys).unflatten(-1, heads)  # (B, T, H, D)
+        v = self.Wv(values).unflatten(-1, heads)
         if rope is not None:
             k = rotate(k, *rope)
             if positions is not None:
@@ -213,14 +215,18 @@ class Block(nn.Module):
         has_attn_norm = not first or config.post_norm or config.first_attn_norm
         self.attn_norm = layer_norm(config) if has_attn_norm else nn.Identity()
         self.attn = Attention(config)
+        # the first layer's values are made of the embeddings anyway
+        scale = torch.full((config.n_embd,), 0.5)
+        self.token_scale = nn.Parameter(scale) if config.token_values and not first else None
         self.mlp_norm = layer_norm(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, attention_mask=None, positions=None, full=None):
+    def forward(self, x, rope, attention_mask, tokens, positions=None, full=None):
         """x (B, T, C) has all tokens of each row, in order; attention_mask (B, T) is 0 at padding,
-        None where there is none. Returns the vectors at positions (B, K), or all of them. In later
-        narrow layers x has the tokens at positions alone; they attend to full (B, T, C)."""
+        None where there is none; tokens (B, T, C) are the embeddings. Returns the vectors at
+        positions (B, K), or all of them. In later narrow layers x has the tokens at positions
+        alone; they attend to full (B, T, C)."""
         # put a layer that mixes tokens here: x still has all of them, in order
         normed = x if self.post_norm else self.attn_norm(x)
         if full is None:
@@ -228,8 +234,9 @@ class Block(nn.Module):
             x = gather_positions(x, positions)
         else:
             queries, keys = normed, full if self.post_norm else self.attn_norm(full)
+        values = keys if self.token_scale is None else keys + self.token_scale * tokens
         # from here on the last layer has only the tokens to predict (B, K, C), in random order
-        x = x + self.drop(self.attn(queries, keys, rope, attention_mask, positions))
+        x = x + self.drop(self.attn(queries, keys, values, rope, attention_mask, positions))
         if self.post_norm:
             x = self.attn_norm(x)
             return self.mlp_norm(x + self.drop(self.mlp(x)))
@@ -267,13 +274,14 @@ class Encoder(nn.Module):
             rope = tuple(table.to(query_dtype) for table in tables)
         if self.residual_dtype and is_mixed and self.n_full and not self.post_norm:
             x = x.to(self.residual_dtype)
+        tokens = x
         for layer in self.layers[: self.n_full]:
-            x = layer(x, rope, attention_mask)
+            x = layer(x, rope, attention_mask, tokens)
         full = x.to(full_dtype)
         last, *narrow = self.layers[self.n_full :]
-        x = last(full, rope, attention_mask, positions)  # (B, K, C)
+        x = last(full, rope, attention_mask, tokens, positions)  # (B, K, C)
         for layer in narrow:
-            x = layer(x, rope, attention_mask, positions, full)
+            x = layer(x, rope, attention_mask, tokens, positions, full)
         return self.final_norm(x)
 
 

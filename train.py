@@ -77,6 +77,7 @@ dropout = 0.0                   # one epoch or a few: nothing to regularise (pap
 zero_init = True                # the blocks' output matrices start at zero
 frequency_bias = True           # the decoder's biases begin as the tokens' log frequencies
 neighbour_heads = True          # with rope, heads begin by attending to the token before or behind
+token_values = False            # values of attention see the embeddings too: config/sooner.py
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of matrix products

@@ -127,11 +127,13 @@ def test_computing_only_what_is_read_changes_nothing_nor_does_padding(switches, 
 
 
 def test_narrow_layers_against_torchs_own_attention():
-    """The last two of three by nn.MultiheadAttention (arXiv 2301.04761, "SparseQueries")."""
-    model = random_model(position_embedding="learned", n_narrow=2).model
+    """The last two of three by nn.MultiheadAttention (arXiv 2301.04761, "SparseQueries"), whose
+    values have the embeddings, too."""
+    model = random_model(position_embedding="learned", n_narrow=2, token_values=True).model
     ids, mask = padded_batch(17)
     with torch.no_grad():
-        first = model.layers[0](model.embeddings(ids), None, mask)
+        tokens = model.embeddings(ids)
+        first = model.layers[0](tokens, None, mask, tokens)
         x = first.gather(1, POSITIONS[..., None].expand(-1, -1, 32))
         for layer in model.layers[1:]:
             options = {"bias": False, "batch_first": True, "dtype": torch.float64}
@@ -140,7 +142,8 @@ def test_narrow_layers_against_torchs_own_attention():
             attention.in_proj_weight.copy_(torch.cat(matrices))
             attention.out_proj.weight.copy_(layer.attn.Wo.weight)
             q, kv = layer.attn_norm(x), layer.attn_norm(first)
-            x = x + attention(q, kv, kv, key_padding_mask=mask == 0)[0]
+            v = kv + layer.token_scale * tokens
+            x = x + attention(q, kv, v, key_padding_mask=mask == 0)[0]
             x = x + layer.mlp(layer.mlp_norm(x))
         assert torch.allclose(model(ids, POSITIONS, mask), model.final_norm(x), atol=1e-5)
 
@@ -216,4 +219,4 @@ def test_heads_begin_by_attending_to_neighbours(tmp_path):
 def test_zero_init_makes_every_block_the_identity():
     model = MaskedLM(model_config(**SIZES, zero_init=True)).eval()
     x = model.model.embeddings(padded_batch(17)[0])
-    assert torch.equal(model.model.layers[1](x, None, None), x)
+    assert torch.equal(model.model.layers[1](x, None, None, x), x)

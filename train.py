@@ -277,8 +277,7 @@ def masked_batch(run, first_row, n_rows, shape):
 def build_optimizers(model, amp_dtype):
     """[AdamW or Adam, and perhaps one for the blocks' matrices]. A group's "peak_lr" is its peak
     learning rate; its "column" in log.csv has the largest rate of the groups that share it."""
-    blocks = model.model.layers.modules()
-    linear = [module for module in blocks if isinstance(module, torch.nn.Linear)]
+    linear = [m for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
     matrices = list(dict.fromkeys(module.weight for module in linear))  # each once, if shared
     if optimizer == "muon":
         others = [Muon(matrices, muon_lr, muon_weight_decay, dtype=amp_dtype)]

@@ -57,8 +57,12 @@ class ModelConfig:
     token_values: bool = False
 
     @property
-    def query_bias(self):  # and key_bias
-        return self.linear_bias or (self.neighbour_heads and self.position_embedding == "rope")
+    def begins_with_neighbours(self):
+        return self.neighbour_heads and self.position_embedding == "rope"
+
+    @property
+    def query_bias(self):  # and the keys'
+        return self.linear_bias or self.begins_with_neighbours
 
     @property
     def head_bias(self):  # of the head's dense layer: crammed BERT has one without linear_bias
@@ -222,9 +226,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope, attention_mask, tokens, positions=None, full=None):
-        """x (B, T, C) has all tokens of each row, in order; attention_mask (B, T) is 0 at padding,
-        None where there is none; tokens (B, T, C) are the embeddings. Returns the vectors at
+    def forward(self, x, rope=None, attention_mask=None, positions=None, full=None, embedded=None):
+        """x (B, T, C) has all tokens of each row, in order, as has embedded, the embeddings;
+        attention_mask (B, T) is 0 at padding, None where there is none. Returns the vectors at
         positions (B, K), or all of them. In later narrow layers x has the tokens at positions
         alone; they attend to full (B, T, C)."""
         # put a layer that mixes tokens here: x still has all of them, in order
@@ -234,7 +238,7 @@ class Block(nn.Module):
             x = gather_positions(x, positions)
         else:
             queries, keys = normed, full if self.post_norm else self.attn_norm(full)
-        values = keys if self.token_scale is None else keys + self.token_scale * tokens
+        values = keys if self.token_scale is None else keys + self.token_scale * embedded
         # from here on the last layer has only the tokens to predict (B, K, C), in random order
         x = x + self.drop(self.attn(queries, keys, values, rope, attention_mask, positions))
         if self.post_norm:
@@ -274,14 +278,14 @@ class Encoder(nn.Module):
             rope = tuple(table.to(query_dtype) for table in tables)
         if self.residual_dtype and is_mixed and self.n_full and not self.post_norm:
             x = x.to(self.residual_dtype)
-        tokens = x
+        embedded = x
         for layer in self.layers[: self.n_full]:
-            x = layer(x, rope, attention_mask, tokens)
+            x = layer(x, rope, attention_mask, embedded=embedded)
         full = x.to(full_dtype)
         last, *narrow = self.layers[self.n_full :]
-        x = last(full, rope, attention_mask, tokens, positions)  # (B, K, C)
+        x = last(full, rope, attention_mask, positions, embedded=embedded)  # (B, K, C)
         for layer in narrow:
-            x = layer(x, rope, attention_mask, tokens, positions, full)
+            x = layer(x, rope, attention_mask, positions, full, embedded)
         return self.final_norm(x)
 
 
@@ -307,17 +311,21 @@ def init_weights(width):
 
 
 @torch.no_grad()
-def look_at_neighbours(attention, logit=6.0):
-    """Begin with heads that attend to the token before (even ones) or behind (odd ones). A bias b
-    of k and a = R(d) b of q, R being the rotation by d tokens (arXiv 2104.09864), add to the logit
-    of the token at a distance of t a function of t alone, with its peak, of logit, at t = d."""
-    H, D = attention.n_head, attention.Wq.out_features // attention.n_head
+def look_at_neighbours(module):
+    """For Module.apply(): even heads begin by attending to the token before, odd ones to the one
+    behind. With a bias b of keys and R(d) b of queries, R(d) being rotary's rotation by d tokens
+    (arXiv 2104.09864), logits gain a term that depends on the distance t alone, 6 where t = d."""
+    if not isinstance(module, Attention):
+        return
+    D = module.Wq.out_features // module.n_head
     n = max(1, D // 4)  # the faster half of the frequencies: others hardly tell neighbours apart
-    angles = position_angles(2, D)[1, :n] * torch.tensor([-1.0, 1.0]).repeat(H)[:H, None]  # (H, n)
-    size = (logit * D**0.5 / n) ** 0.5
-    b, a = (W.bias.view(H, 2, D // 2)[..., :n] for W in (attention.Wk, attention.Wq))
-    b[:, 0] = size  # the two halves of a head's channels: see rotate()
-    a[:, 0], a[:, 1] = size * angles.cos(), size * angles.sin()
+    d = 2 * (torch.arange(module.n_head) % 2) - 1
+    angles = d[:, None] * position_angles(2, D)[1, :n]  # (H, n)
+    size = (6.0 * D**0.5 / n) ** 0.5
+    # the two halves of a head's channels: see rotate()
+    of_queries, of_keys = (W.bias.view(-1, 2, D // 2)[..., :n] for W in (module.Wq, module.Wk))
+    of_keys[:, 0] = size
+    of_queries[:, 0], of_queries[:, 1] = size * angles.cos(), size * angles.sin()
 
 
 class MaskedLM(nn.Module):
@@ -336,9 +344,8 @@ class MaskedLM(nn.Module):
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
-        if config.neighbour_heads and self.model.rope:
-            for layer in self.model.layers:
-                look_at_neighbours(layer.attn)
+        if config.begins_with_neighbours:
+            self.apply(look_at_neighbours)
 
     def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):
         """Logits (B, K, V) at positions (B, K) of the tokens ids (B, T); (B, T, V) without."""

@@ -77,7 +77,7 @@ dropout = 0.0                   # one epoch or a few: nothing to regularise (pap
 zero_init = True                # the blocks' output matrices start at zero
 frequency_bias = True           # the decoder's biases begin as the tokens' log frequencies
 neighbour_heads = True          # with rope, heads begin by attending to the token before or behind
-token_values = False            # values of attention see the embeddings too: config/sooner.py
+token_values = False            # attention values also see the embeddings: config/sooner.py
 # the machine
 device = "auto"                 # auto | cuda | mps | cpu
 dtype = "auto"                  # auto | bfloat16 | float16 | float32: of matrix products
@@ -480,6 +480,7 @@ class Run:
         # a tenth fewer bytes to move, no difference in three pairs of runs (results/race_day.csv)
         if dev.type == "cuda" and amp_dtype == torch.bfloat16:
             self.model.model.residual_dtype = torch.bfloat16
+        # a fresh model guesses by frequency; a checkpoint or folder has its own biases
         self.log_frequencies = log_frequencies(rows, vocab_size)
         if frequency_bias and decoder_bias:
             self.model.decoder.bias.data.copy_(self.log_frequencies)

@@ -25,6 +25,7 @@ norm_bias = True
 decoder_bias = False
 norm_eps = 1e-12
 zero_init = False
+frequency_bias = False
 neighbour_heads = False
 # optimiser: AdamW, the triangle up to three quarters of the budget, clipping at 0.5
 optimizer = "adamw"

@@ -1,7 +1,8 @@
-"""train.py's default with values of attention that have the embeddings of their tokens, too.
+"""Attention values that also see the embeddings of their tokens: small models learn sooner.
 
-It learns sooner in small models, but is no ModernBERT. With other sizes put it behind their recipe:
-python train.py config/small.py config/sooner.py
+The result is no ModernBERT. Type it behind another recipe, or alone:
+
+    python train.py config/small.py config/sooner.py
 """
 
 token_values = True

@@ -66,7 +66,7 @@ def not_native(model):
     """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one. Only tests/test_edit.py
     sees an edit that has neither a switch of its own, nor parameters or buffers."""
     have = asdict(model.config)
-    # save() adds what these two lack, see missing(); a fork's switches have a default
+    # save() adds what a model lacks by two of these; a fork's switches have a default
     known = {*NATIVE, *SAME.values(), "head_transform", "neighbour_heads", *FOR_TRAINING}
     native = NATIVE | {f.name: f.default for f in fields(model.config) if f.name not in known}
     native["n_narrow"] = min(have["n_narrow"], 1)  # one narrow layer computes what none does
@@ -93,9 +93,8 @@ def native_shapes(config):
     for name, shape in modules.items():
         shapes[f"{name}.weight"] = shape
         kind = next((kind for kind in ("norm", "head", "decoder") if kind in name), "linear")
+        kind = "query" if name.endswith(("Wq", "Wk")) else kind
         if getattr(config, f"{kind}_bias"):
-            shapes[f"{name}.bias"] = shape[:1]
-        if config.query_bias and name[-2:] in ("Wq", "Wk"):
             shapes[f"{name}.bias"] = shape[:1]
     shapes["model.embeddings.tok_embeddings.weight"] = shapes.pop("decoder.weight")  # one tensor
     return shapes
@@ -183,7 +182,7 @@ def to_folder_keys(state, config):
     """Our state dict as ModernBERT has it."""
     if not config.head_transform:
         state = {key.replace("model.final_norm", "head.norm"): t for key, t in state.items()}
-    state |= missing(config)
+    state |= only_in_modernbert(config)
     for joined, names in JOINED.items():
         for key in [key.replace(names[-1], "{}") for key in state if names[-1] in key]:
             parts = [state.pop(key.format(name)) for name in names]
@@ -192,13 +191,13 @@ def to_folder_keys(state, config):
 
 
 def from_folder_keys(state, config):
-    """The inverse of to_folder_keys(); raises ValueError if what was missing() was trained."""
+    """The inverse of to_folder_keys(); raises ValueError if a tensor that it adds was trained."""
     for joined, names in JOINED.items():
         for key in [key for key in state if joined in key]:
             parts = state.pop(key).chunk(len(names))
             for name, part in zip(names, parts, strict=True):
                 state[key.replace(joined, name)] = part
-    for key, tensor in missing(config).items():
+    for key, tensor in only_in_modernbert(config).items():
         if not torch.equal(state.pop(key), tensor):
             raise ValueError(f"{key} was trained elsewhere: only --baseline=hf:FOLDER takes it")
     if not config.head_transform:
@@ -206,11 +205,11 @@ def from_folder_keys(state, config):
     return state
 
 
-def missing(config):
-    """{key: tensor} that a ModernBERT has, and our model lacks. Neighbour heads have no biases of v
-    and Wo: zeros. Without a head transform a head's dense layer is the identity, its norm our final
-    norm, and the final norm has ones; normalising twice changes at most a share of norm_eps / 2,
-    where the variance is 1 or more."""
+def only_in_modernbert(config):
+    """{key: tensor} that a ModernBERT has, and our model lacks. It has biases of Wv and Wo wherever
+    it has those of Wq and Wk: ours are zeros. Without a head transform a head's dense layer is the
+    identity, its norm our final norm, and the final norm has ones; normalising twice changes at
+    most a share of norm_eps / 2, where the variance is 1 or more."""
     C, found = config.n_embd, {}
     if config.query_bias and not config.linear_bias:
         names = (f"model.layers.{i}.attn.{W}" for i in range(config.n_layer) for W in ("Wv", "Wo"))

@@ -24,9 +24,9 @@ from nanocram.data import IGNORE
 from nanocram.model_folder import NATIVE, modernbert_config
 from nanocram.settings import configure
 
-# our settings
-AS_THEIRS = NATIVE | {"head_transform": True, "n_narrow": 0, "dropout": 0.0}
-AS_THEIRS |= {"neighbour_heads": False}
+AS_THEIRS = NATIVE | dict(  # our settings
+    head_transform=True, neighbour_heads=False, n_narrow=0, dropout=0.0
+)
 ROUNDS = 5
 TURN_SECONDS = 2.0  # at least one step
 

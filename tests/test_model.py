@@ -132,8 +132,8 @@ def test_narrow_layers_against_torchs_own_attention():
     model = random_model(position_embedding="learned", n_narrow=2, token_values=True).model
     ids, mask = padded_batch(17)
     with torch.no_grad():
-        tokens = model.embeddings(ids)
-        first = model.layers[0](tokens, None, mask, tokens)
+        embedded = model.embeddings(ids)
+        first = model.layers[0](embedded, None, mask)
         x = first.gather(1, POSITIONS[..., None].expand(-1, -1, 32))
         for layer in model.layers[1:]:
             options = {"bias": False, "batch_first": True, "dtype": torch.float64}
@@ -142,7 +142,7 @@ def test_narrow_layers_against_torchs_own_attention():
             attention.in_proj_weight.copy_(torch.cat(matrices))
             attention.out_proj.weight.copy_(layer.attn.Wo.weight)
             q, kv = layer.attn_norm(x), layer.attn_norm(first)
-            v = kv + layer.token_scale * tokens
+            v = kv + layer.token_scale * embedded
             x = x + attention(q, kv, v, key_padding_mask=mask == 0)[0]
             x = x + layer.mlp(layer.mlp_norm(x))
         assert torch.allclose(model(ids, POSITIONS, mask), model.final_norm(x), atol=1e-5)
@@ -203,7 +203,8 @@ def test_heads_begin_by_attending_to_neighbours(tmp_path):
     odd ones to the one behind, in each layer; without the setting to none."""
     ids = torch.arange(5, 85)[None]
     for neighbour_heads in (True, False):
-        config = model_config(**SIZES | {"n_embd": 128}, neighbour_heads=neighbour_heads)
+        sizes = SIZES | {"n_head": 4, "n_embd": 256}
+        config = model_config(**sizes, neighbour_heads=neighbour_heads)
         model = MaskedLM(config)
         if not_native(model):
             pytest.skip("this fork's model is no ModernBERT")
@@ -211,7 +212,7 @@ def test_heads_begin_by_attending_to_neighbours(tmp_path):
         how = {"attn_implementation": "eager"}
         theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, **how).eval()
         for weights in theirs(ids, output_attentions=True).attentions:  # (1, H, T, T)
-            for head, side in enumerate((-1, 1)):
+            for head, side in enumerate((-1, 1, -1, 1)):
                 of_side = [weights[0, head].diagonal(d).mean() for d in (side, 0, -side)]
                 assert (max(of_side) == of_side[0] > 0.2) == neighbour_heads
 
@@ -219,4 +220,4 @@ def test_heads_begin_by_attending_to_neighbours(tmp_path):
 def test_zero_init_makes_every_block_the_identity():
     model = MaskedLM(model_config(**SIZES, zero_init=True)).eval()
     x = model.model.embeddings(padded_batch(17)[0])
-    assert torch.equal(model.model.layers[1](x, None, None, x), x)
+    assert torch.equal(model.model.layers[1](x, None, None), x)

@@ -57,12 +57,8 @@ class ModelConfig:
     token_values: bool = False
 
     @property
-    def begins_with_neighbours(self):
-        return self.neighbour_heads and self.position_embedding == "rope"
-
-    @property
     def query_bias(self):  # and the keys'
-        return self.linear_bias or self.begins_with_neighbours
+        return self.linear_bias or (self.neighbour_heads and self.position_embedding == "rope")
 
     @property
     def head_bias(self):  # of the head's dense layer: crammed BERT has one without linear_bias
@@ -167,9 +163,8 @@ class Attention(nn.Module):
         self.Wo = nn.Linear(C, C, bias=bias)
 
     def forward(self, queries, keys, values, rope, attention_mask, positions):
-        """queries (B, K, C), the tokens at positions (B, K), attend to all keys (B, T, C), which
-        have values (B, T, C); with positions=None they are all T. rope: cos and sin (T, 1, D), or
-        None."""
+        """queries (B, K, C), the tokens at positions (B, K) or all T, attend to all of keys, which
+        have values, both (B, T, C). rope: cos and sin (T, 1, D), or None."""
         heads = (self.n_head, -1)
         q = self.Wq(queries).unflatten(-1, heads)  # (B, K, H, D)
         k = self.Wk(keys).unflatten(-1, heads)  # (B, T, H, D)
@@ -226,11 +221,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, attention_mask=None, positions=None, full=None, embedded=None):
-        """x (B, T, C) has all tokens of each row, in order, as has embedded, the embeddings;
-        attention_mask (B, T) is 0 at padding, None where there is none. Returns the vectors at
-        positions (B, K), or all of them. In later narrow layers x has the tokens at positions
-        alone; they attend to full (B, T, C)."""
+    def forward(self, x, rope=None, attention_mask=None, positions=None, full=None, x0=None):
+        """x (B, T, C) has all tokens of each row, in order, and x0 their embeddings; attention_mask
+        (B, T) is 0 at padding, None where there is none. Returns the vectors at positions (B, K),
+        or all of them. In later narrow layers x has the tokens at positions alone; they attend to
+        full (B, T, C)."""
         # put a layer that mixes tokens here: x still has all of them, in order
         normed = x if self.post_norm else self.attn_norm(x)
         if full is None:
@@ -238,7 +233,7 @@ class Block(nn.Module):
             x = gather_positions(x, positions)
         else:
             queries, keys = normed, full if self.post_norm else self.attn_norm(full)
-        values = keys if self.token_scale is None else keys + self.token_scale * embedded
+        values = keys if self.token_scale is None else keys + self.token_scale * x0
         # from here on the last layer has only the tokens to predict (B, K, C), in random order
         x = x + self.drop(self.attn(queries, keys, values, rope, attention_mask, positions))
         if self.post_norm:
@@ -278,14 +273,14 @@ class Encoder(nn.Module):
             rope = tuple(table.to(query_dtype) for table in tables)
         if self.residual_dtype and is_mixed and self.n_full and not self.post_norm:
             x = x.to(self.residual_dtype)
-        embedded = x
+        x0 = x
         for layer in self.layers[: self.n_full]:
-            x = layer(x, rope, attention_mask, embedded=embedded)
+            x = layer(x, rope, attention_mask, x0=x0)
         full = x.to(full_dtype)
         last, *narrow = self.layers[self.n_full :]
-        x = last(full, rope, attention_mask, positions, embedded=embedded)  # (B, K, C)
+        x = last(full, rope, attention_mask, positions, x0=x0)  # (B, K, C)
         for layer in narrow:
-            x = layer(x, rope, attention_mask, positions, full, embedded)
+            x = layer(x, rope, attention_mask, positions, full, x0)
         return self.final_norm(x)
 
 
@@ -344,7 +339,7 @@ class MaskedLM(nn.Module):
             for layer in self.model.layers:
                 nn.init.zeros_(layer.attn.Wo.weight)
                 nn.init.zeros_(layer.mlp.Wo.weight)
-        if config.begins_with_neighbours:
+        if config.neighbour_heads and self.model.rope:
             self.apply(look_at_neighbours)
 
     def forward(self, ids, positions=None, attention_mask=None, token_type_ids=None):

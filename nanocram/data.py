@@ -68,8 +68,7 @@ class Rows:
 
 
 def log_frequencies(rows, vocab_size):
-    """ln of each token's share (V,) of the first 4M tokens of Rows, each counted once more, so that
-    none is 0."""
+    """ln of each token's share (V,) of the first 4M tokens of Rows, and one more of each."""
     read = rows.read(0, min(len(rows), 2**22 // rows.seq_len))[:, 1:]  # without [CLS]
     counts = 1.0 + torch.bincount(read.flatten(), minlength=vocab_size)
     return (counts / counts.sum()).log()

@@ -111,15 +111,14 @@ def save(model, folder, **facts):
     """Write config.json, with facts, and model.safetensors (float32); raises OSError."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {k: v.to("cpu", torch.float32) for k, v in model.state_dict().items()}
+    weights = {k: v.to("cpu", torch.float32).contiguous() for k, v in model.state_dict().items()}
     config = {"model_type": "nanocram"}
     if "decoder.weight" not in dict(model.named_parameters()):  # no edit has untied it
-        del state["decoder.weight"]
+        del weights["decoder.weight"]
     if not not_native(model):
-        state, config = to_folder_keys(state, model.config), modernbert_config(model.config)
+        weights, config = to_folder_keys(weights, model.config), modernbert_config(model.config)
     config |= {"nanocram": asdict(model.config), **facts}
     write_text(folder / "config.json", json.dumps(config, indent=2))
-    weights = {k: v.contiguous() for k, v in state.items()}
     # a layer that an edit uses twice is written twice
     first = {v.data_ptr(): k for k, v in reversed(weights.items())}
     weights = {k: v if first[v.data_ptr()] == k else v.clone() for k, v in weights.items()}

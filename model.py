@@ -222,10 +222,9 @@ class Block(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, attention_mask=None, positions=None, full=None, x0=None):
-        """x (B, T, C) has all tokens of each row, in order, and x0 their embeddings; attention_mask
-        (B, T) is 0 at padding, None where there is none. Returns the vectors at positions (B, K),
-        or all of them. In later narrow layers x has the tokens at positions alone; they attend to
-        full (B, T, C)."""
+        """x (B, T, C) has all tokens of each row, in order, x0 their embeddings; attention_mask (B,
+        T) is 0 at padding, None where there is none. Returns the vectors at positions (B, K), or
+        all. In later narrow layers x has these alone, which attend to full (B, T, C)."""
         # put a layer that mixes tokens here: x still has all of them, in order
         normed = x if self.post_norm else self.attn_norm(x)
         if full is None:
@@ -308,8 +307,8 @@ def init_weights(width):
 @torch.no_grad()
 def look_at_neighbours(module):
     """For Module.apply(): even heads begin by attending to the token before, odd ones to the one
-    behind. With a bias b of keys and R(d) b of queries, R(d) being rotary's rotation by d tokens
-    (arXiv 2104.09864), logits gain a term that depends on the distance t alone, 6 where t = d."""
+    behind. Biases b of keys and R(d) b of queries, R(d) being rotary's turn by d tokens (arXiv
+    2104.09864), add to logits a function of the distance t alone, 6 at its peak, where t = d."""
     if not isinstance(module, Attention):
         return
     D = module.Wq.out_features // module.n_head
@@ -317,9 +316,8 @@ def look_at_neighbours(module):
     d = 2 * (torch.arange(module.n_head) % 2) - 1
     angles = d[:, None] * position_angles(2, D)[1, :n]  # (H, n)
     size = (6.0 * D**0.5 / n) ** 0.5
-    # the two halves of a head's channels: see rotate()
     of_queries, of_keys = (W.bias.view(-1, 2, D // 2)[..., :n] for W in (module.Wq, module.Wk))
-    of_keys[:, 0] = size
+    of_keys[:, 0] = size  # in the first half of a head's channels: see rotate()
     of_queries[:, 0], of_queries[:, 1] = size * angles.cos(), size * angles.sin()
 
 

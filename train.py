@@ -480,9 +480,8 @@ class Run:
         # a tenth fewer bytes to move, no difference in three pairs of runs (results/race_day.csv)
         if dev.type == "cuda" and amp_dtype == torch.bfloat16:
             self.model.model.residual_dtype = torch.bfloat16
-        # a fresh model guesses by frequency; a checkpoint or folder has its own biases
         self.log_frequencies = log_frequencies(rows, vocab_size)
-        if frequency_bias and decoder_bias:
+        if frequency_bias and decoder_bias:  # a checkpoint or model folder has its own
             self.model.decoder.bias.data.copy_(self.log_frequencies)
         self.made = set(computes.parameters())  # by MaskedLM.__init__(): the loss reads no others
         shapes = [row_shape(i / 100) for i in range(100)]

@@ -184,8 +184,7 @@ def to_folder_keys(state, config):
     state |= only_in_modernbert(config)
     for joined, names in JOINED.items():
         for key in [key.replace(names[-1], "{}") for key in state if names[-1] in key]:
-            parts = [state.pop(key.format(name)) for name in names]
-            state[key.format(joined)] = torch.cat(parts)
+            state[key.format(joined)] = torch.cat([state.pop(key.format(n)) for n in names])
     return state
 
 
@@ -210,9 +209,8 @@ def only_in_modernbert(config):
     identity, its norm our final norm, and the final norm has ones; normalising twice changes at
     most a share of norm_eps / 2, where the variance is 1 or more."""
     C, found = config.n_embd, {}
-    if config.query_bias and not config.linear_bias:
-        names = (f"model.layers.{i}.attn.{W}" for i in range(config.n_layer) for W in ("Wv", "Wo"))
-        found = {f"{name}.bias": torch.zeros(C) for name in names}
+    for i in range(config.n_layer if config.query_bias and not config.linear_bias else 0):
+        found |= {f"model.layers.{i}.attn.{name}.bias": torch.zeros(C) for name in ("Wv", "Wo")}
     if not config.head_transform:
         found |= {"head.dense.weight": torch.eye(C), "model.final_norm.weight": torch.ones(C)}
         found |= {"head.dense.bias": torch.zeros(C)} if config.head_bias else {}

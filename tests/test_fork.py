@@ -272,7 +272,7 @@ def test_an_auxiliary_loss_its_column_and_its_weight(fork):
     fork.edit("model.py", "FOR_TRAINING = {", 'FOR_TRAINING = {"z_weight", ')
     new = "        z = logits.float().logsumexp(-1).square().mean() * model.training\n"
     fork.edit("model.py", LOSS, new + LOSS.replace("}", ' + model.config.z_weight * z, "z": z}'))
-    how = {"max_steps": 1, "frequency_bias": False}  # without which Z would begin as 1
+    how = {"max_steps": 1, "frequency_bias": False}  # with it Z would begin near 1
     plain, _ = fork.train(**how)
     rows, _ = fork.train("weighted", z_weight=0.01, **how)
     z = rows[1]["z"]

@@ -7,21 +7,27 @@
 Rerun the command to continue after a kill; the output is identical.
 """
 
+import functools
 import glob
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
+import pickle
 import re
 import shlex
 import sys
+import threading
 import time
 import unicodedata
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+import nanocram
 from nanocram import safety, sources
 from nanocram.settings import adopt, check, configure, recipes
 from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
@@ -54,6 +60,7 @@ SETTINGS = configure(globals())
 BATCH = 1 << 23  # characters
 PAUSE, TRIES = 60.0, 60  # seconds before the Hub is asked again, and how often
 MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
+load_tokenizer = functools.cache(Tokenizer)  # once in a process
 
 
 def find_files():
@@ -137,7 +144,11 @@ def copy_key(text):
 def has_copies(texts):
     """Whether some texts differ in case, white space and Unicode's form alone."""
     texts = {text.replace("\r\n", "\n") for text in texts}
-    return len({hash(copy_key(text)) for text in texts}) < len(texts)
+    # by the first 30 bytes of a key, which 30 words have, for whole keys take five times as long
+    begins = [hash(copy_key(" ".join(text.split(None, 30)[:30]))[:30]) for text in texts]
+    shared = {begin for begin, n in Counter(begins).items() if n > 1}
+    alike = [text for text, begin in zip(texts, begins, strict=True) if begin in shared]
+    return len({hash(copy_key(text)) for text in alike}) < len(alike)
 
 
 def is_held_out(text, val_share, by_key=False):
@@ -202,8 +213,15 @@ def make_vocabulary(files, folder):
 
 def check_normalisation(texts):
     """Exit where it would spoil most of some texts, warn where it takes a hundredth."""
-    texts = [with_stand_ins(re.sub(GONE, "\ufffd", text)) for text in texts]
-    share = sum(char > "\x7f" for text in texts for char in text) / sum(map(len, texts))
+
+    @functools.cache
+    def kept(run):
+        return with_stand_ins(re.sub(GONE, "\ufffd", run))
+
+    texts = [" ".join(text.split()) for text in texts]
+    texts = [re.sub("[^\x00-\x7f]+", lambda run: kept(run[0]), text) for text in texts]
+    dropped = sum(len(text) - len(text.encode("ascii", "ignore")) for text in texts)
+    share = dropped / sum(map(len, texts))
     hit = np.mean([not word.isascii() for text in texts for word in text.split()])
     said = f"normalisation=ascii drops {share:.1%} of the characters, in {hit:.1%} of the words"
     if share > 0.5 or hit > 0.8:
@@ -212,8 +230,30 @@ def check_normalisation(texts):
         print(f"WARNING: {said}: --normalisation=plain keeps them")
 
 
-def process_batch(number, texts, batch, vocabulary, folder, rule):
-    """Write the rows of texts, shuffled, and their held-out ids, then batch; return that."""
+def new_pool(n):
+    """An executor of n processes, which end with this one; of one thread where n is 1."""
+    if n == 1:
+        return ThreadPoolExecutor(1)
+    settings = {name: globals()[name] for name in SETTINGS}
+    spawn = multiprocessing.get_context("spawn")  # the same on every system
+    return ProcessPoolExecutor(n, spawn, begin_process, (settings,))
+
+
+def begin_process(settings):
+    globals().update(settings)
+
+    def end_with_parent():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def process_batch(number, batch, folder, rule):
+    """Write the rows of its texts, shuffled, and their held-out ids, then batch; return that."""
+    stem = folder / f"batch-{number:05}"
+    texts = pickle.loads(stem.with_suffix(".texts").read_bytes())
+    vocabulary = load_tokenizer(folder / "tokenizer.json")
     normals = [vocabulary.normalise(text) for text in texts]
     pieces = [np.append(vocabulary.encode_normal(normal), np.uint16(SEP)) for normal in normals]
     n_tokens, n_characters = (np.array([*map(len, parts)]) for parts in (pieces, normals))
@@ -236,11 +276,11 @@ def process_batch(number, texts, batch, vocabulary, folder, rule):
     stop = vocabulary.encoding.encode_single_token(".")  # as the paper's code: no "?", no '."'
     stops = (rows == stop).sum(axis=1) * (order == "curriculum")
     rows = rows[np.argsort(-stops, kind="stable")]
-    stem = folder / f"batch-{number:05}"
     safety.write_beside(stem.with_suffix(".train"), rows.tofile)
     safety.write_beside(stem.with_suffix(".val"), val_ids.tofile)
     batch |= {"rows": np.bincount(stops).tolist(), "counts": count}  # rows by their full stops
     safety.write_text(stem.with_suffix(".json"), json.dumps(batch))
+    stem.with_suffix(".texts").unlink()
     return batch
 
 
@@ -268,18 +308,21 @@ def process_batches(files, folder, rule):
         batches.append(batch)
     if n_found := len([*folder.glob("batch-*.json")]):
         print(f"going on behind {len(batches)} finished batches in a row, of {n_found}")
-    total = max_tokens or sum(n_bytes for _, n_bytes, *_ in files)
-    bar = safety.Bar(total=total, unit="tokens" if max_tokens else "B", unit_scale=True)
+    n_bytes = sum(n_bytes for _, n_bytes, *_ in files)
+    n = min(nanocram.cores, 1 + 4 * n_bytes // BATCH)  # gzip makes a fourth of text
+    unit = "tokens" if max_tokens else "B"
+    bar = safety.Bar(total=max_tokens or n_bytes, unit=unit, unit_scale=True)
     to_come = read_batches(files, batches[-1]["place"] if batches else [0, 0])
-    vocabulary = Tokenizer(folder / "tokenizer.json")
-    # encoding frees Python's lock, all else holds it: more than two threads gain little
-    with ThreadPoolExecutor(2) as pool, bar:  # its end waits for what is under way
+    with new_pool(n) as pool, bar:  # its end waits for what is under way
         while hub_tokens(batches) < wanted:
-            for texts, batch in itertools.islice(to_come, 4 - len(running)):  # two wait
+            for texts, batch in itertools.islice(to_come, n + 2 - len(running)):  # two wait
                 file, document = batch["place"]
                 batch["checksum"] = sums[file + (document > 0)]
-                job = len(batches) + len(running), texts, batch, vocabulary, folder, rule
-                running.append(pool.submit(process_batch, *job))
+                number = len(batches) + len(running)
+                # by a file: a pool that sends much hangs if a process dies (Python's issue 94777)
+                (folder / f"batch-{number:05}.texts").write_bytes(pickle.dumps(texts))
+                with safety.ignored_signals():  # for good in the process that this may begin
+                    running.append(pool.submit(process_batch, number, batch, folder, rule))
             if not running:
                 break
             batches.append(running.pop(0).result())
@@ -299,10 +342,12 @@ def merge(batches, folder):
         n = max(1, MERGED // seq_len)
         for some in np.split(batch_of_row, range(n, len(batch_of_row), n)):
             rows = np.empty((len(some), seq_len), np.uint16)
-            for number, n_rows in zip(*np.unique(some, return_counts=True), strict=True):
+            places = np.argsort(some, kind="stable")  # of each batch in turn, in their order
+            chosen, firsts = np.unique(some[places], return_index=True)
+            for number, its_places in zip(chosen, np.split(places, firsts[1:]), strict=True):
                 file = folder / f"batch-{number:05}.train"
-                ids = np.fromfile(file, np.uint16, seq_len * n_rows, offset=read[number])
-                rows[some == number] = ids.reshape(-1, seq_len)
+                ids = np.fromfile(file, np.uint16, seq_len * len(its_places), offset=read[number])
+                rows[its_places] = ids.reshape(-1, seq_len)
                 read[number] += ids.nbytes
             f.write(rows)
     return len(batch_of_row)

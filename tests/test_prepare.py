@@ -1,11 +1,11 @@
 """prepare.py: rows beside a second implementation, kinds of text, faults, kills, the Hub."""
 
 import csv
-import errno
 import gzip
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -320,16 +320,11 @@ def test_a_broken_file_and_a_full_disk(tmp_path, five_files, capsys, monkeypatch
         prepare(out, source, order="curriculum", **sample)
     path.write_bytes(whole)
     (tmp_path / "2.txt").write_text(edited)
-    process_batch = module.process_batch
-
-    def fail_in_the_third(number, *args):
-        if number == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return process_batch(number, *args)
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
-        put(patch, module, process_batch=fail_in_the_third)
+    taken = out / "batch-00002.train.tmp"
+    taken.mkdir()  # where the third one would be written
+    with pytest.raises(OSError, match=taken.name):
         prepare(out, source, **sample)
+    taken.rmdir()
     prepare(out, source, **sample)
     said = capsys.readouterr().out
     assert re.search("going on behind [1-9]", said) and "files have changed" in said
@@ -426,6 +421,15 @@ safety.run(prepare.main, prepare.data_dir, "rerun the command to go on")
 """
 
 
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    path = Path(f"/proc/{pid}/stat")
+    return path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def begin(folder, source, tokenizer):
     values = SMALL_DATA | {"source": source, "data_dir": folder, "tokenizer": tokenizer}
     return Forked(ROOT, SMALL, "prepare.py", *flags(**values))
@@ -445,10 +449,23 @@ def test_ctrl_c_and_kills_change_nothing(tmp_path, five_files, data_dir):
     process.send_signal(signal.SIGINT)  # as a terminal does
     said = process.end(1)
     assert "Traceback" not in said and said.endswith("\nstopped: rerun the command to go on\n")
-    for path in (first_batch, out / "train.bin"):  # while it reads, and while it merges
+    # one of its processes ends early, or itself, while one waits for somebody to read
+    stuck = out / "batch-00002.train.tmp"
+    for killed in ("worker", "parent"):
+        shutil.rmtree(out)
+        out.mkdir()
+        os.mkfifo(stuck)
         process = begin(out, five_files, data_dir)
-        wait_for(path.exists, process, pause=0.001)
-        process.kill()
-        process.end(-signal.SIGKILL)
+        wait_for((out / "batch-00003.json").exists, process)
+        workers = children(process.pid)
+        os.kill(workers[-1] if killed == "worker" else process.pid, signal.SIGKILL)
+        said = process.end(1 if killed == "worker" else -signal.SIGKILL)
+        assert ("one of its processes was killed" in said) == (killed == "worker")
+        wait_for(lambda pids=workers: not any(map(is_running, pids)))
+        stuck.unlink()
+    process = begin(out, five_files, data_dir)
+    wait_for((out / "train.bin").exists, process, pause=0.001)  # it merges
+    process.kill()
+    process.end(-signal.SIGKILL)
     begin(out, five_files, data_dir).end()
     assert same(out, tmp_path / "whole")

@@ -6,9 +6,8 @@
     python train.py --init=out/day --data_dir=data/mine       # go on from a model, with other text
     torchrun --nproc_per_node=8 train.py --micro_batch=128    # a day on eight GPUs
 
-prepare.py writes data_dir. This script keeps out_dir current: log.csv, run.json, loss.png, ckpt.pt
-and a model folder, which transformers loads if the architecture is a ModernBERT. "The paper" is
-Cramming, arXiv 2212.14034.
+This script keeps out_dir current: log.csv, run.json, loss.png, ckpt.pt and a model folder, which
+transformers loads if the architecture is a ModernBERT. "The paper" is Cramming, arXiv 2212.14034.
 """
 
 import math
@@ -329,7 +328,9 @@ def train_step(run, progress):
         for name, value in losses.items():
             means[name] = means.get(name, 0.0) + value.detach().float() / len(first_rows)
 
-    # sum the means and the gradients over the ranks
+    # wait for the gradients that offload sends to the host; sum gradients and means over the ranks
+    if offload:
+        run.streamed.wait()
     weights = [p for p in run.model.parameters() if p.requires_grad]
     parallel.sum_over_ranks(means, weights)
     torch.manual_seed(seed + state.step)  # from here on each rank does the same, chance included
@@ -399,8 +400,7 @@ def main():
     clock.start()
     held_out_sets = set_up(run, held_out_rows)
     if master_process:
-        by_frequency = -run.log_frequencies[held_out_rows[:, 1:]].mean().item()
-        log.write_facts(rows_per_pass=run.micro_batch, frequency_loss=by_frequency)
+        log.write_facts(rows_per_pass=run.micro_batch, frequency_loss=run.frequency_loss)
 
     while True:
         # where the run is, by rank 0's clock; a signal to any rank stops them all
@@ -473,8 +473,8 @@ class Run:
         # init the model, the same on every rank
         torch.manual_seed(seed)
         if offload:  # it stays in host memory, and its blocks stream through the device
-            streamed = Streamed(model_config(), dev, compile)
-            self.model, computes = streamed.model, streamed.twin
+            self.streamed = Streamed(model_config(), dev, compile)
+            self.model, computes = self.streamed.model, self.streamed.twin
         else:
             self.model = computes = MaskedLM(model_config()).to(dev)
         # a tenth fewer bytes to move, no difference in three pairs of runs (results/race_day.csv)
@@ -546,6 +546,7 @@ def set_up(run, held_out_rows):
     if compile:
         fit.warn_if_not_compiled()
     sets = held_out(held_out_rows, run.small_pass)
+    run.frequency_loss = -run.log_frequencies[held_out_rows[:, 1:]].mean().item()  # to be beaten
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE

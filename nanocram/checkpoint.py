@@ -16,6 +16,11 @@ def check_finite(model):
             raise ValueError(f"{name} has a value that is not finite")
 
 
+def read(path, mmap=False):
+    """The dict in a checkpoint, its tensors on the CPU, whatever device they were on."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
 def save(run, path, optimizer_name):
     """Write a train.Run to path; raises ValueError if State cannot be read again, or OSError."""
     ckpt = {
@@ -32,7 +37,7 @@ def save(run, path, optimizer_name):
         try:
             with open(temporary, "wb") as f:  # given a path, torch.save() hides why the disk fails
                 torch.save(ckpt, f)
-            torch.load(temporary, weights_only=True, mmap=True)  # or no resume could read it
+            read(temporary, mmap=True)  # or no resume could
         except RuntimeError as e:
             raise OSError(e.__context__ or e) from None
         except pickle.UnpicklingError as e:
@@ -47,7 +52,7 @@ def read_config(path):
     if not path.exists():
         sys.exit(f"{path} not found: name the --out_dir of a run to resume, or drop --init=resume")
     try:
-        ckpt = torch.load(path, weights_only=True, mmap=True)  # reads no tensor
+        ckpt = read(path, mmap=True)  # no tensor is read
         return ckpt["config"] | {"optimizer": ckpt["optimizer"]}
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} is damaged: {first_line(e)}")
@@ -56,7 +61,7 @@ def read_config(path):
 def load(run, path):
     """Restore a train.Run from path, except for its settings; exits if it does not fit."""
     try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        ckpt = read(path)
         if ckpt["data"] != run.meta["sha256"]["train.bin"]:
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
         run.model.load_state_dict(ckpt["model"])

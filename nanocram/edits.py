@@ -107,14 +107,15 @@ def check_streaming(config, T, dev, begun=False):
     """Object if offload, on a torch.device, has other gradients than a plain model of config."""
     plain, ids, positions = small_model(config, T)
     try:
-        streamed = Streamed(plain.config, dev).model
-        streamed.load_state_dict(plain.state_dict())
+        streamed = Streamed(plain.config, dev)
+        streamed.model.load_state_dict(plain.state_dict())
         gradients = []
-        for model in (plain.to(dev).train(), streamed):
+        for model in (plain.to(dev).train(), streamed.model):
             for micro_batch in range(2):
                 torch.manual_seed(micro_batch)  # of dropout
                 y = model(ids.to(dev), positions.to(dev))
                 sum(tensor.sin().sum() for tensor in tree_leaves(y)).backward()
+            streamed.wait()
             found = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
             gradients.append([g.cpu() for g in found])
         # some gradients are exactly 0 but for rounding, as that of Wk's bias without RoPE

@@ -81,6 +81,9 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
     Then one GPU doubles it while it divides largest and memory lasts; largest=0 turns that off."""
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        # Windows and WSL grant more than the card has, and swap (microsoft/WSL issue 11050)
+        fraction = min(0.95, torch.cuda.get_per_process_memory_fraction())
+        torch.cuda.set_per_process_memory_fraction(fraction)
     while True:
         # after an out-of-memory error, of an earlier start too, take the next smaller divisor
         while 0 < run.state.oom_micro_batch <= run.micro_batch:

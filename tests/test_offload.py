@@ -2,6 +2,7 @@
 
 import functools
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,3 +87,13 @@ def test_compiled_blocks_compute_the_same(setting, monkeypatch):
         module.estimate_loss(run, [[x[:3] for x in batch]])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3 * compiled
     assert_close(*ends, rtol=0, atol=0)
+
+
+def test_a_step_waits_once_for_its_gradients(setting, monkeypatch):
+    """And not once for each of its micro-batches."""
+    setting(offload=True, batch_size=24, batch_start=24)
+    run = new_run()
+    waits = Mock()
+    monkeypatch.setattr(torch.cpu, "synchronize", waits)
+    module.train_step(run, 0.5)
+    assert waits.call_count == 1

@@ -305,4 +305,5 @@ def main():
 
 
 if __name__ == "__main__":
-    safety.run(main, model, "rerun the command to continue", "lower --glue_batch or --hf_batch")
+    if_oom = "rerun it when others have left the card; alone there, lower --glue_batch or --hf_batch"
+    safety.run(main, model, "rerun the command to continue", if_oom)

@@ -32,6 +32,8 @@ def pick(device, dtype):
     if dtype == "auto":
         without = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else without
+    elif dtype == "bfloat16" and device != "mps" and not native_bf16(device):
+        print("WARNING: bfloat16 is emulated here, slowly, and no GPU compiles it: drop --dtype")
     return torch.device(device), getattr(torch, dtype)
 
 

@@ -39,6 +39,7 @@ GLUE_TOKENS = 40  # in a row, in the mean (assumed)
 GLUE_MOVED = 4_278e3  # bytes a token (traced)
 GLUE_STEP_MOVED = 28 * PARAMETERS  # bytes: AdamW
 GLUE_LAUNCHES = 1_435  # a step (traced)
+GLUE_GIB = 3.3  # a process: 2.9 reserved (on a stubbed card), the rest is CUDA's (assumed)
 HOST_SECONDS = 27e-6  # of Python and torch, for one of them (one host with 16 virtual cores)
 
 # Shares of a datasheet's TFLOP/s in products of this width that cards sustain, from pessimistic to
@@ -81,10 +82,10 @@ def seconds(card, flop, moved, launches):
 
 
 def micro_batch(card):
-    """Rows, by the rule of train.py; a twentieth of the card and half a GiB stay free."""
+    """Rows, by the rule of train.py: torch has 95 % of a card, of which a twentieth stays free."""
     n, _, _, room, dtype, _ = card
     peak = PEAK_GIB[dtype]
-    units = (room - 0.5) // (peak[256] + 0.05 * room)
+    units = 0.95 * room // (peak[256] + 0.05 * room)
     if n > 1 or units < 2:
         return 256 if units else 128
     return 1024 if units >= 4 else 512
@@ -118,7 +119,8 @@ def glue_hours(card):
     moved = tokens * GLUE_MOVED + GLUE_STEP_MOVED
     on_card = seconds(card, tokens * PRODUCTS, moved, GLUE_LAUNCHES)  # a step
     on_host = GLUE_LAUNCHES * HOST_SECONDS
-    small = 5 * SMALL_TASKS * max(on_card, on_host / 5)
+    at_once = min(5, card[3] // GLUE_GIB)
+    small = SMALL_TASKS * max(5 * on_card, math.ceil(5 / at_once) * on_host)
     large = max(sum(LARGE_TASKS) * on_card, max(LARGE_TASKS) * on_host)
     return 5 / 16 * (small + large) / 3600
 

@@ -44,6 +44,8 @@ def commands():
             path = Path(folder) / name
             path.write_text(STUB)
             path.chmod(0o755)
+        for name in ("seq", "xargs"):
+            (Path(folder) / name).symlink_to(shutil.which(name))
         environment = {"PATH": folder, "CALLS": f"{folder}/calls"}
         for text in TEXTS.values():
             for block in re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):

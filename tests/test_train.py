@@ -352,6 +352,13 @@ def test_a_gpu_that_torch_cannot_use_is_one_line(monkeypatch, driver):
         machine.pick("auto", "float32")
 
 
+@pytest.mark.parametrize("is_native", [False, True])
+def test_a_typed_bfloat16_that_is_emulated_is_warned_of(monkeypatch, capsys, is_native):
+    monkeypatch.setattr(machine, "native_bf16", lambda device: is_native)
+    assert machine.pick("cpu", "bfloat16")[1] == torch.bfloat16
+    assert ("WARNING" in capsys.readouterr().out) != is_native
+
+
 def test_a_run_needs_no_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert machine.describe(torch.device("cpu"))["commit"] == "unknown"

@@ -17,12 +17,13 @@ import os
 import pickle
 import re
 import shlex
+import signal
 import sys
 import threading
 import time
 import unicodedata
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -189,7 +190,7 @@ def make_vocabulary(files, folder):
     chosen = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
     # without copies by_key would move rows for nothing
     rule = {"val_share": val_share or float(f"{chosen:.1g}"), "by_key": has_copies(sample)}
-    begins = [text[:10000] for text in sample[:: max(1, len(sample) // 1000)]]
+    begins = [text[:10000] for text in sample[:: max(1, len(sample) // 500)]]
     if np.mean(["\ufffd" in text for text in begins]) > 0.5:
         sys.exit("most texts are not UTF-8: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
     if normalisation == "ascii":
@@ -213,15 +214,8 @@ def make_vocabulary(files, folder):
 
 def check_normalisation(texts):
     """Exit where it would spoil most of some texts, warn where it takes a hundredth."""
-
-    @functools.cache
-    def kept(run):
-        return with_stand_ins(re.sub(GONE, "\ufffd", run))
-
-    texts = [" ".join(text.split()) for text in texts]
-    texts = [re.sub("[^\x00-\x7f]+", lambda run: kept(run[0]), text) for text in texts]
-    dropped = sum(len(text) - len(text.encode("ascii", "ignore")) for text in texts)
-    share = dropped / sum(map(len, texts))
+    texts = [with_stand_ins(re.sub(GONE, "\ufffd", text)) for text in texts]
+    share = sum(char > "\x7f" for text in texts for char in text) / sum(map(len, texts))
     hit = np.mean([not word.isascii() for text in texts for word in text.split()])
     said = f"normalisation=ascii drops {share:.1%} of the characters, in {hit:.1%} of the words"
     if share > 0.5 or hit > 0.8:
@@ -230,23 +224,11 @@ def check_normalisation(texts):
         print(f"WARNING: {said}: --normalisation=plain keeps them")
 
 
-def new_pool(n):
-    """An executor of n processes, which end with this one; of one thread where n is 1."""
-    if n == 1:
-        return ThreadPoolExecutor(1)
-    settings = {name: globals()[name] for name in SETTINGS}
-    spawn = multiprocessing.get_context("spawn")  # the same on every system
-    return ProcessPoolExecutor(n, spawn, begin_process, (settings,))
-
-
 def begin_process(settings):
+    """Set up a process that makes rows, and lives no longer than its parent."""
     globals().update(settings)
-
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    wait = multiprocessing.parent_process().join  # which returns None
+    threading.Thread(target=lambda: os._exit(wait() or 1), daemon=True).start()
 
 
 def process_batch(number, batch, folder, rule):
@@ -294,7 +276,7 @@ def hub_tokens(batches):
     return max_tokens and sum(batch["counts"]["tokens"] for batch in batches if batch["hub"])
 
 
-def process_batches(files, folder, rule):
+def process_batches(files, folder, rule, settings):
     """What is known of each batch, in order; exits if a file cannot be read to its end."""
     sums = [""]  # of the first 0, 1, 2 files
     for file in files:
@@ -308,21 +290,22 @@ def process_batches(files, folder, rule):
         batches.append(batch)
     if n_found := len([*folder.glob("batch-*.json")]):
         print(f"going on behind {len(batches)} finished batches in a row, of {n_found}")
-    n_bytes = sum(n_bytes for _, n_bytes, *_ in files)
-    n = min(nanocram.cores, 1 + 4 * n_bytes // BATCH)  # gzip makes a fourth of text
-    unit = "tokens" if max_tokens else "B"
-    bar = safety.Bar(total=max_tokens or n_bytes, unit=unit, unit_scale=True)
+    total = max_tokens or sum(n_bytes for _, n_bytes, *_ in files)
+    bar = safety.Bar(total=total, unit="tokens" if max_tokens else "B", unit_scale=True)
     to_come = read_batches(files, batches[-1]["place"] if batches else [0, 0])
-    with new_pool(n) as pool, bar:  # its end waits for what is under way
+    spawn = multiprocessing.get_context("spawn")  # the same on every system
+    with ProcessPoolExecutor(nanocram.cores, spawn, begin_process, (settings,)) as pool, bar:
         while hub_tokens(batches) < wanted:
-            for texts, batch in itertools.islice(to_come, n + 2 - len(running)):  # two wait
+            for texts, batch in itertools.islice(to_come, nanocram.cores + 2 - len(running)):
                 file, document = batch["place"]
                 batch["checksum"] = sums[file + (document > 0)]
                 number = len(batches) + len(running)
                 # by a file: a pool that sends much hangs if a process dies (Python's issue 94777)
                 (folder / f"batch-{number:05}.texts").write_bytes(pickle.dumps(texts))
-                with safety.ignored_signals():  # for good in the process that this may begin
-                    running.append(pool.submit(process_batch, number, batch, folder, rule))
+                # a process that this begins never sees Ctrl-C, which is for its parent
+                handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+                running.append(pool.submit(process_batch, number, batch, folder, rule))
+                signal.signal(signal.SIGINT, handler)
             if not running:
                 break
             batches.append(running.pop(0).result())
@@ -479,7 +462,7 @@ def main():
             print(f"WARNING: files have changed: for their vocabulary delete {data_dir}, rerun")
         rule = plan["rule"]
         print(f"held out    {100 * rule['val_share']:g} % of the documents")
-        batches = process_batches(every, folder, rule)
+        batches = process_batches(every, folder, rule, settings)
         print("merging")
         finish(batches, folder, wanted, rule, begin)
     for path in (*folder.glob("batch-[0-9]*"), folder / "plan.json"):
@@ -487,5 +470,5 @@ def main():
 
 
 if __name__ == "__main__":
-    if_oom = f"delete {data_dir}, then rerun with --vocab_sample_mb=10"
+    if_oom = f"rerun it behind 'taskset -c 0'; or delete {data_dir}, and add --vocab_sample_mb=10"
     safety.run(main, data_dir, "rerun the command to go on", if_oom)

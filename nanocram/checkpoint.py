@@ -1,5 +1,6 @@
 """ckpt.pt: everything that a run needs to go on, in one dict that torch.load() reads."""
 
+import functools
 import pickle
 import sys
 from dataclasses import asdict, fields
@@ -8,17 +9,14 @@ import torch
 
 from nanocram.safety import first_line, write_beside
 
+read = functools.partial(torch.load, map_location="cpu", weights_only=True)  # of any device
+
 
 def check_finite(model):
     """Raise ValueError if a weight is not finite: nothing should be saved."""
     for name, p in model.named_parameters():
         if not torch.isfinite(p).all():
             raise ValueError(f"{name} has a value that is not finite")
-
-
-def read(path, mmap=False):
-    """The dict in a checkpoint, its tensors on the CPU, whatever device they were on."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def save(run, path, optimizer_name):

@@ -41,13 +41,9 @@ def compile_errors():
 
 
 def later_memory(run):
-    """Tensors like what later steps take: optimisers' states, sums over ranks, 5 % of a GPU."""
+    """Tensors like what later steps take: optimisers' states, sums over ranks."""
     copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
-    tensors = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
-    if run.device.type == "cuda":
-        total = torch.cuda.get_device_properties(run.device).total_memory
-        tensors.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
-    return tensors
+    return [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
 
 
 def try_passes(run, take_passes, rows):
@@ -81,9 +77,8 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
     Then one GPU doubles it while it divides largest and memory lasts; largest=0 turns that off."""
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        # Windows and WSL grant more than the card has, and swap (microsoft/WSL issue 11050)
-        fraction = min(0.95, torch.cuda.get_per_process_memory_fraction())
-        torch.cuda.set_per_process_memory_fraction(fraction)
+        # Windows and WSL would grant more than the card has, and swap (microsoft/WSL issue 11050)
+        torch.cuda.set_per_process_memory_fraction(0.90)
     while True:
         # after an out-of-memory error, of an earlier start too, take the next smaller divisor
         while 0 < run.state.oom_micro_batch <= run.micro_batch:
@@ -116,5 +111,7 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
             run.micro_batch = run.small_pass
         seconds = larger or seconds
         print(f"micro_batch={run.micro_batch}, for which the GPU has memory")
+    if run.device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(0.95)  # later steps may need a little more
     run.state.largest_pass = run.micro_batch
     return seconds

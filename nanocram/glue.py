@@ -14,7 +14,7 @@ from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from nanocram.card import write_card
-from nanocram.safety import first_line, say_once, write_text
+from nanocram.safety import first_line, write_text
 
 
 class Task(NamedTuple):
@@ -161,22 +161,17 @@ def read_runs(folder):
 
 def add_runs(folder, *new):
     """Add runs to glue.jsonl; draw all of it in glue.md and the card; return read_runs()."""
-    lock = FileLock(Path(folder) / ".glue.lock")  # several processes may fine-tune one model ...
-    try:
-        lock.acquire()
-    except NotImplementedError as e:  # ... but some network file systems cannot lock
-        say_once(f"WARNING: cannot lock {folder} ({e}): fine-tune in one process at a time")
-    runs = read_runs(folder)
-    for run in new:
-        runs.pop(key(run), None)  # the last one stands last
-        runs[key(run)] = run
-    lines = [json.dumps(run) + "\n" for run in runs.values()]
-    write_text(Path(folder, "glue.jsonl"), "".join(lines))
-    drawn = table(runs.values())
-    write_text(Path(folder, "glue.md"), f"# GLUE\n\n{drawn}")
-    if runs:
-        write_card(folder, drawn)
-    lock.release()
+    with FileLock(Path(folder) / ".glue.lock"):  # several processes may fine-tune one model
+        runs = read_runs(folder)
+        for run in new:
+            runs.pop(key(run), None)  # the last one stands last
+            runs[key(run)] = run
+        lines = [json.dumps(run) + "\n" for run in runs.values()]
+        write_text(Path(folder, "glue.jsonl"), "".join(lines))
+        drawn = table(runs.values())
+        write_text(Path(folder, "glue.md"), f"# GLUE\n\n{drawn}")
+        if runs:
+            write_card(folder, drawn)
     return runs
 
 

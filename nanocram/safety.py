@@ -134,8 +134,7 @@ def run(main, folder, then, if_oom="use a smaller model"):
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: {then}")
     except BrokenExecutor:
-        what = "one of its processes was killed, as a rule because memory ran out"
-        sys.exit(f"{what}: {then}; behind 'taskset -c 0' it takes a single process")
+        sys.exit(f"one of its processes was killed, perhaps since memory ran out: {if_oom}")
     except OSError as e:
         place = e.filename or folder
         for name, value in os.environ.items():  # torch.compile's cache, say, that cannot be made
@@ -186,9 +185,3 @@ class ends_at_once(Signals):
     """Around work of a library in which Python sees no signal: each ends the process at once."""
 
     handle = signal.SIG_DFL
-
-
-class ignored_signals(Signals):
-    """Around what begins a process, which then ignores them from its first moment to its end."""
-
-    handle = signal.SIG_IGN

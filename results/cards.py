@@ -82,10 +82,9 @@ def seconds(card, flop, moved, launches):
 
 
 def micro_batch(card):
-    """Rows, by the rule of train.py: torch has 95 % of a card, of which a twentieth stays free."""
+    """Rows, by the rule of train.py: what fits in 90 % of a card."""
     n, _, _, room, dtype, _ = card
-    peak = PEAK_GIB[dtype]
-    units = 0.95 * room // (peak[256] + 0.05 * room)
+    units = 0.9 * room // PEAK_GIB[dtype][256]
     if n > 1 or units < 2:
         return 256 if units else 128
     return 1024 if units >= 4 else 512

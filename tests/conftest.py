@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,6 @@ from forked import SCRIPT, Forked
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
-import nanocram
 import prepare as prepare_module
 import train as module
 from model import MaskedLM
@@ -157,7 +157,7 @@ def prepare(folder, source, **other):
     values = SMALL_DATA | {"data_dir": str(folder), "source": str(source)} | other
     with pytest.MonkeyPatch.context() as patch:
         put(patch, prepare_module, **values)
-        put(patch, nanocram, cores=1)  # no processes
+        put(patch, prepare_module, ProcessPoolExecutor=lambda n, *how: ThreadPoolExecutor(n))
         prepare_module.load_tokenizer.cache_clear()
         prepare_module.main()
     return json.loads((folder / "meta.json").read_text())

@@ -106,17 +106,6 @@ def test_a_run_that_is_killed_in_its_last_save_makes_its_end_again(tmp_path, dat
         assert_close(model_folder.load(out).state_dict(), kept, rtol=0, atol=0)
 
 
-def test_a_checkpoint_of_a_gpu_is_read_without_one(train, monkeypatch):
-    """It names the device of each tensor."""
-    put(monkeypatch, train, max_steps=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        train.main()
-    put(monkeypatch, train, init="resume", max_steps=4)
-    train.main()
-    assert whole(Path(train.out_dir))["step"] == 4
-
-
 def test_a_full_disk(run_of_3_steps, train):
     """No file may pass 20 kB: what was there stands, the failure is one line, a resume works."""
     pytest.importorskip("resource", reason="there is none on Windows")

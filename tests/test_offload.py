@@ -58,8 +58,8 @@ def test_gradients_are_the_plain_models(switches):
     check_streaming(random_model(**switches).config, 64, torch.device("cpu"))
 
 
-def test_device_memory_holds_two_blocks(setting):
-    """Of weights and of gradients, beside what is outside of the blocks; all of them aligned."""
+def test_device_memory_holds_two_blocks(setting, monkeypatch):
+    """Of weights and gradients, beside what is outside of them; aligned. A step waits once."""
     setting(offload=True, n_layer=5, n_embd=18, n_head=3, n_inner=27)
     run = new_run()
     twins = list(run.made)
@@ -68,6 +68,9 @@ def test_device_memory_holds_two_blocks(setting):
     sizes = {storage.data_ptr(): storage.nbytes() // 4 for storage in storages}
     block = sum(map(padded, run.model.model.layers[1].parameters()))
     assert len(sizes) == 6 and sorted(sizes.values())[:4] == [block] * 4
+    monkeypatch.setattr(torch.cpu, "synchronize", waits := Mock())
+    module.train_step(run, 1.0)
+    assert waits.call_count == 1 and run.state.rows_seen == 2 * run.micro_batch
 
 
 def test_compiled_blocks_compute_the_same(setting, monkeypatch):
@@ -87,13 +90,3 @@ def test_compiled_blocks_compute_the_same(setting, monkeypatch):
         module.estimate_loss(run, [[x[:3] for x in batch]])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3 * compiled
     assert_close(*ends, rtol=0, atol=0)
-
-
-def test_a_step_waits_once_for_its_gradients(setting, monkeypatch):
-    """And not once for each of its micro-batches."""
-    setting(offload=True, batch_size=24, batch_start=24)
-    run = new_run()
-    waits = Mock()
-    monkeypatch.setattr(torch.cpu, "synchronize", waits)
-    module.train_step(run, 0.5)
-    assert waits.call_count == 1

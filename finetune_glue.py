@@ -279,8 +279,8 @@ def main():
         done = glue.read_runs(folder)
         known = [done[glue.key(run)] for run in runs if glue.key(run) in done]
         glue.add_runs(folder, *known)  # they are the last ones now; and it can be written
-    except (NotImplementedError, OSError) as e:  # the former where a file system knows no locks
-        sys.exit(f"{folder} cannot be written ({e}): make a copy, type --model=COPY")
+    except OSError as e:
+        sys.exit(f"{folder} cannot be written ({e.strerror}): make a copy, type --model=COPY")
     todo = [run for run in runs if glue.key(run) not in done]
     if known:
         print(f"{len(known)} of {len(runs)} fine-tunings are in {folder}/glue.jsonl already")
@@ -305,5 +305,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if_oom = "rerun it when others have left the card; alone there lower --glue_batch or --hf_batch"
-    safety.run(main, model, "rerun the command to continue", if_oom)
+    safety.run(main, model, "rerun to continue", "start fewer at a time, or lower --glue_batch")

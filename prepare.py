@@ -225,10 +225,10 @@ def check_normalisation(texts):
 
 
 def begin_process(settings):
-    """Set up a process that makes rows, and lives no longer than its parent."""
+    """Set up a process that has imported this file anew, to make rows, and ends with its parent."""
     globals().update(settings)
-    wait = multiprocessing.parent_process().join  # which returns None
-    threading.Thread(target=lambda: os._exit(wait() or 1), daemon=True).start()
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def process_batch(number, batch, folder, rule):
@@ -294,18 +294,21 @@ def process_batches(files, folder, rule, settings):
     bar = safety.Bar(total=total, unit="tokens" if max_tokens else "B", unit_scale=True)
     to_come = read_batches(files, batches[-1]["place"] if batches else [0, 0])
     spawn = multiprocessing.get_context("spawn")  # the same on every system
-    with ProcessPoolExecutor(nanocram.cores, spawn, begin_process, (settings,)) as pool, bar:
+    n = min(nanocram.cores, 14)  # reading feeds no more
+    with ProcessPoolExecutor(n, spawn, begin_process, (settings,)) as pool, bar:
         while hub_tokens(batches) < wanted:
-            for texts, batch in itertools.islice(to_come, nanocram.cores + 2 - len(running)):
+            for texts, batch in itertools.islice(to_come, n + 2 - len(running)):  # two wait
                 file, document = batch["place"]
                 batch["checksum"] = sums[file + (document > 0)]
                 number = len(batches) + len(running)
                 # by a file: a pool that sends much hangs if a process dies (Python's issue 94777)
                 (folder / f"batch-{number:05}.texts").write_bytes(pickle.dumps(texts))
-                # a process that this begins never sees Ctrl-C, which is for its parent
+                # Ctrl-C is for this process: those that submit() begins ignore it, for good
                 handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-                running.append(pool.submit(process_batch, number, batch, folder, rule))
-                signal.signal(signal.SIGINT, handler)
+                try:
+                    running.append(pool.submit(process_batch, number, batch, folder, rule))
+                finally:
+                    signal.signal(signal.SIGINT, handler)
             if not running:
                 break
             batches.append(running.pop(0).result())
@@ -327,7 +330,7 @@ def merge(batches, folder):
             rows = np.empty((len(some), seq_len), np.uint16)
             places = np.argsort(some, kind="stable")  # of each batch in turn, in their order
             chosen, firsts = np.unique(some[places], return_index=True)
-            for number, its_places in zip(chosen, np.split(places, firsts[1:]), strict=True):
+            for number, its_places in zip(chosen, np.split(places, firsts[1:]), strict=False):
                 file = folder / f"batch-{number:05}.train"
                 ids = np.fromfile(file, np.uint16, seq_len * len(its_places), offset=read[number])
                 rows[its_places] = ids.reshape(-1, seq_len)
@@ -470,5 +473,5 @@ def main():
 
 
 if __name__ == "__main__":
-    if_oom = f"rerun it behind 'taskset -c 0'; or delete {data_dir}, and add --vocab_sample_mb=10"
+    if_oom = "put 'taskset -c 0' before it, or type another --data_dir and --vocab_sample_mb=10"
     safety.run(main, data_dir, "rerun the command to go on", if_oom)

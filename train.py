@@ -344,7 +344,7 @@ def train_step(run, progress):
     measured |= {"grad_norm": norm}  # 0-d tensors: add yours, and log.csv has them
     torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, norm)
 
-    # the one wait for the device in a step
+    # the one wait for the device in a step, but for offload's above
     values = torch.stack([value.to(norm.device) for value in measured.values()]).tolist()
     measured = dict(zip(measured, values, strict=True))
 
@@ -546,7 +546,7 @@ def set_up(run, held_out_rows):
     if compile:
         fit.warn_if_not_compiled()
     sets = held_out(held_out_rows, run.small_pass)
-    run.frequency_loss = -run.log_frequencies[held_out_rows[:, 1:]].mean().item()  # to be beaten
+    run.frequency_loss = -run.log_frequencies[held_out_rows[:, 1:]].mean().item()  # of frequencies
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE

@@ -1,6 +1,5 @@
 """ckpt.pt: everything that a run needs to go on, in one dict that torch.load() reads."""
 
-import functools
 import pickle
 import sys
 from dataclasses import asdict, fields
@@ -8,8 +7,6 @@ from dataclasses import asdict, fields
 import torch
 
 from nanocram.safety import first_line, write_beside
-
-read = functools.partial(torch.load, map_location="cpu", weights_only=True)  # of any device
 
 
 def check_finite(model):
@@ -35,7 +32,7 @@ def save(run, path, optimizer_name):
         try:
             with open(temporary, "wb") as f:  # given a path, torch.save() hides why the disk fails
                 torch.save(ckpt, f)
-            read(temporary, mmap=True)  # or no resume could
+            torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as e:
             raise OSError(e.__context__ or e) from None
         except pickle.UnpicklingError as e:
@@ -50,7 +47,7 @@ def read_config(path):
     if not path.exists():
         sys.exit(f"{path} not found: name the --out_dir of a run to resume, or drop --init=resume")
     try:
-        ckpt = read(path, mmap=True)  # no tensor is read
+        ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
         return ckpt["config"] | {"optimizer": ckpt["optimizer"]}
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} is damaged: {first_line(e)}")
@@ -59,7 +56,7 @@ def read_config(path):
 def load(run, path):
     """Restore a train.Run from path, except for its settings; exits if it does not fit."""
     try:
-        ckpt = read(path)
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["data"] != run.meta["sha256"]["train.bin"]:
             sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
         run.model.load_state_dict(ckpt["model"])

@@ -77,8 +77,10 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
     Then one GPU doubles it while it divides largest and memory lasts; largest=0 turns that off."""
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        # Windows and WSL would grant more than the card has, and swap (microsoft/WSL issue 11050)
-        torch.cuda.set_per_process_memory_fraction(0.90)
+        # of what is free: Windows and WSL grant more, and swap (microsoft/WSL issue 11050)
+        free, total = torch.cuda.mem_get_info()
+        usable = free + torch.cuda.memory_reserved()
+        torch.cuda.set_per_process_memory_fraction(0.90 * usable / total)
     while True:
         # after an out-of-memory error, of an earlier start too, take the next smaller divisor
         while 0 < run.state.oom_micro_batch <= run.micro_batch:
@@ -102,8 +104,7 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
     pays_off = 50 * (run.clock.elapsed() - run.state.elapsed) < run.clock.left()
     if largest and on_one_gpu and (run.state.step or pays_off):
         # by the peak of the passes so far: twice the rows take at most twice of it
-        room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-        most = room // torch.cuda.max_memory_allocated() * run.small_pass
+        most = 0.90 * usable // torch.cuda.max_memory_allocated() * run.small_pass
         while largest % (2 * run.micro_batch) == 0 and 2 * run.micro_batch <= most:
             run.micro_batch *= 2
         larger = run.micro_batch > run.small_pass and try_passes(run, take_passes, rows)
@@ -112,6 +113,6 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
         seconds = larger or seconds
         print(f"micro_batch={run.micro_batch}, for which the GPU has memory")
     if run.device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(0.95)  # later steps may need a little more
+        torch.cuda.set_per_process_memory_fraction(0.95 * usable / total)  # some more for later
     run.state.largest_pass = run.micro_batch
     return seconds

@@ -34,7 +34,7 @@ def pick(device, dtype):
         without = "float16" if device == "cuda" else "float32"
         dtype = "bfloat16" if native_bf16(device) else without
     elif dtype == "bfloat16" and device != "mps" and not native_bf16(device):
-        print("WARNING: bfloat16 is emulated here, slowly, and no GPU compiles it: drop --dtype")
+        print("WARNING: bfloat16 is emulated here: slow, and not compiled on a GPU: drop --dtype")
     return torch.device(device), getattr(torch, dtype)
 
 

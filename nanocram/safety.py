@@ -134,7 +134,7 @@ def run(main, folder, then, if_oom="use a smaller model"):
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: {then}")
     except BrokenExecutor:
-        sys.exit(f"one of its processes was killed, perhaps since memory ran out: {if_oom}")
+        sys.exit(f"one of its processes ended early: {then}; if memory ran out, {if_oom}")
     except OSError as e:
         place = e.filename or folder
         for name, value in os.environ.items():  # torch.compile's cache, say, that cannot be made

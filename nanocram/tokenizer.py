@@ -152,7 +152,7 @@ def copy_tokenizer(source, folder, longest):
 
 
 class Tokenizer:
-    """tiktoken reading a tokenizer.json of ours; safe in threads. "[MASK]" is text as any other."""
+    """tiktoken reading a tokenizer.json of ours. "[MASK]" is text as any other."""
 
     def __init__(self, path):
         """Exits with one line if path is no tokenizer.json written by this file."""

@@ -82,9 +82,9 @@ def seconds(card, flop, moved, launches):
 
 
 def micro_batch(card):
-    """Rows, by the rule of train.py: what fits in 90 % of a card."""
+    """Rows, by the rule of train.py: what fits in 90 % of a card, without half a GiB of CUDA's."""
     n, _, _, room, dtype, _ = card
-    units = 0.9 * room // PEAK_GIB[dtype][256]
+    units = 0.9 * (room - 0.5) // PEAK_GIB[dtype][256]
     if n > 1 or units < 2:
         return 256 if units else 128
     return 1024 if units >= 4 else 512

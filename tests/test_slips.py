@@ -24,6 +24,7 @@ SLIPS = {
         ("--source=a/b,c/d --max_tokens=9", "name one --source"),
         ("--source=notes.odt", "notes.odt is of no kind that is read"),
         ("--source=single.txt", "held out of 1 documents (paragraphs): delete"),
+        ("--source=corpus.txt --seq_len=65536", "0 rows kept, 0 held out of 40 documents"),
         ("--source=*.txt", "link.txt cannot be read"),
         ("--order=random", "order=random cannot work: type shuffle or curriculum"),
         ("--tokenizer=data --vocab_size=700", "type --vocab_size=600"),

@@ -423,7 +423,7 @@ def test_a_gpu_with_room_takes_more_rows(train, setting, monkeypatch):
             return 1.0, 1.0
 
         setting(take_all_passes=take_all_passes)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * room, 0))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * room, 1000))
         run.micro_batch = run.small_pass = 256
         module.set_up(run, run.rows.read(0, 8))
         return run.micro_batch
@@ -432,5 +432,5 @@ def test_a_gpu_with_room_takes_more_rows(train, setting, monkeypatch):
         run.state = run.clock.state = module.State()
         assert taken(room, largest) == rows
         assert taken(1000, 1024) == rows
-    limits = torch.cuda.set_per_process_memory_fraction.call_args_list  # WSL's driver refuses none
-    assert [call.args[0] for call in limits[:2]] == [0.90, 0.95]
+    limits = torch.cuda.set_per_process_memory_fraction.call_args_list  # WSL's driver has none
+    assert [call.args[0] for call in limits[:2]] == [0.45, 0.475]

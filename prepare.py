@@ -23,7 +23,7 @@ import threading
 import time
 import unicodedata
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +145,7 @@ def copy_key(text):
 def has_copies(texts):
     """Whether some texts differ in case, white space and Unicode's form alone."""
     texts = {text.replace("\r\n", "\n") for text in texts}
-    # by the first 30 bytes of a key, which 30 words have, for whole keys take five times as long
+    # by the first 30 bytes of a key, which 30 words have, for whole keys take eight times as long
     begins = [hash(copy_key(" ".join(text.split(None, 30)[:30]))[:30]) for text in texts]
     shared = {begin for begin, n in Counter(begins).items() if n > 1}
     alike = [text for text, begin in zip(texts, begins, strict=True) if begin in shared]
@@ -225,7 +225,7 @@ def check_normalisation(texts):
 
 
 def begin_process(settings):
-    """Set up a process that has imported this file anew, to make rows, and ends with its parent."""
+    """Set up a process to make rows: it has imported this file anew, and ends with its parent."""
     globals().update(settings)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
@@ -296,23 +296,28 @@ def process_batches(files, folder, rule, settings):
     spawn = multiprocessing.get_context("spawn")  # the same on every system
     n = min(nanocram.cores, 14)  # reading feeds no more
     with ProcessPoolExecutor(n, spawn, begin_process, (settings,)) as pool, bar:
-        while hub_tokens(batches) < wanted:
-            for texts, batch in itertools.islice(to_come, n + 2 - len(running)):  # two wait
-                file, document = batch["place"]
-                batch["checksum"] = sums[file + (document > 0)]
-                number = len(batches) + len(running)
-                # by a file: a pool that sends much hangs if a process dies (Python's issue 94777)
-                (folder / f"batch-{number:05}.texts").write_bytes(pickle.dumps(texts))
-                # Ctrl-C is for this process: those that submit() begins ignore it, for good
-                handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-                try:
+        try:
+            while hub_tokens(batches) < wanted:
+                for texts, batch in itertools.islice(to_come, n + 2 - len(running)):  # two wait
+                    file, document = batch["place"]
+                    batch["checksum"] = sums[file + (document > 0)]
+                    number = len(batches) + len(running)
+                    # by a file: to send much may hang if a process dies (Python's issue 94777)
+                    (folder / f"batch-{number:05}.texts").write_bytes(pickle.dumps(texts))
+                    # Ctrl-C is for this process: those that submit() begins ignore it, for good
+                    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
                     running.append(pool.submit(process_batch, number, batch, folder, rule))
-                finally:
                     signal.signal(signal.SIGINT, handler)
-            if not running:
-                break
-            batches.append(running.pop(0).result())
-            bar.update((hub_tokens(batches) if max_tokens else batches[-1]["bytes"]) - bar.n)
+                if not running:
+                    break
+                batches.append(running.pop(0).result())
+                bar.update((hub_tokens(batches) if max_tokens else batches[-1]["bytes"]) - bar.n)
+        except BrokenExecutor:
+            signal.signal(signal.SIGINT, handler)
+            # a broken pool would wait for ever for one that it was about to begin
+            for process in multiprocessing.active_children():
+                process.kill()
+            sys.exit("one of its processes ended early: rerun, behind taskset -c 0 to save memory")
     return batches
 
 
@@ -473,5 +478,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if_oom = "put 'taskset -c 0' before it, or type another --data_dir and --vocab_sample_mb=10"
-    safety.run(main, data_dir, "rerun the command to go on", if_oom)
+    safety.run(main, data_dir, "rerun it to go on", "lower --vocab_sample_mb, in a new folder")

@@ -546,7 +546,7 @@ def set_up(run, held_out_rows):
     if compile:
         fit.warn_if_not_compiled()
     sets = held_out(held_out_rows, run.small_pass)
-    run.frequency_loss = -run.log_frequencies[held_out_rows[:, 1:]].mean().item()  # of frequencies
+    run.frequency_loss = -run.log_frequencies[held_out_rows[:, 1:]].mean().item()
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
     # forecasts, until a step and an evaluation are measured
     passes = batch_rows(clock.progress()) / run.micro_batch / parallel.WORLD_SIZE

@@ -77,7 +77,7 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
     Then one GPU doubles it while it divides largest and memory lasts; largest=0 turns that off."""
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        # of what is free: Windows and WSL grant more, and swap (microsoft/WSL issue 11050)
+        # Windows and WSL grant more than is free, and swap (microsoft/WSL issue 11050): set a limit
         free, total = torch.cuda.mem_get_info()
         usable = free + torch.cuda.memory_reserved()
         torch.cuda.set_per_process_memory_fraction(0.90 * usable / total)

@@ -1,7 +1,6 @@
 """What this machine is: device and precision, how fast it multiplies matrices, versions."""
 
 import contextlib
-import functools
 import hashlib
 import math
 import os
@@ -103,13 +102,13 @@ def timed(device, work, *args):
 
 def matmul_rate(device, dtype):
     """FLOP/s of a large matrix product on this machine, the best of several: for the MFU."""
-    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 1)
+    n, runs = (8192, range(20)) if device.type == "cuda" else (2048, range(1))
     if device.type == "cpu" and dtype != torch.float32 and not native_bf16("cpu"):
         n = n // 4  # emulated, the large one takes a minute
     a = torch.randn(n, n, device=device, dtype=dtype)
-    product = functools.partial(torch.mm, a, a, out=torch.empty_like(a))  # one result for all
-    seconds = [timed(device, lambda: [product() for _ in range(repeats)])[0] for _ in range(5)]
-    return 2 * n**3 * repeats / min(seconds)
+    b = torch.empty_like(a)  # one result for all, or each would take memory of its own
+    seconds = [timed(device, lambda: [torch.mm(a, a, out=b) for _ in runs])[0] for _ in range(5)]
+    return 2 * n**3 * len(runs) / min(seconds)
 
 
 def device_name(device):

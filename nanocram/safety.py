@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import BrokenExecutor
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -133,8 +132,6 @@ def run(main, folder, then, if_oom="use a smaller model"):
         main()
     except KeyboardInterrupt:
         sys.exit(f"\nstopped: {then}")
-    except BrokenExecutor:
-        sys.exit(f"one of its processes ended early: {then}; if memory ran out, {if_oom}")
     except OSError as e:
         place = e.filename or folder
         for name, value in os.environ.items():  # torch.compile's cache, say, that cannot be made

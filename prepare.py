@@ -304,16 +304,16 @@ def process_batches(files, folder, rule, settings):
                     number = len(batches) + len(running)
                     # by a file: to send much may hang if a process dies (Python's issue 94777)
                     (folder / f"batch-{number:05}.texts").write_bytes(pickle.dumps(texts))
-                    # Ctrl-C is for this process: those that submit() begins ignore it, for good
-                    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+                    # Ctrl-C waits until then, and for good in a process that submit() begins
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
                     running.append(pool.submit(process_batch, number, batch, folder, rule))
-                    signal.signal(signal.SIGINT, handler)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
                 if not running:
                     break
                 batches.append(running.pop(0).result())
                 bar.update((hub_tokens(batches) if max_tokens else batches[-1]["bytes"]) - bar.n)
         except BrokenExecutor:
-            signal.signal(signal.SIGINT, handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             # a broken pool would wait for ever for one that it was about to begin
             for process in multiprocessing.active_children():
                 process.kill()

@@ -24,6 +24,7 @@ seeds = 5                  # fine-tunings of each task: fresh layers, dropout, o
 first_seed = 0             # number of the first one: other processes may do others, for one table
 epochs = 5                 # passes over a task's training data
 baseline = ""              # fine-tune something else for comparison: scratch | hf:PATH_OR_NAME
+trust_remote_code = False  # run the code that its folder carries
 glue_batch = 16            # rows per optimiser step
 glue_lr = 4e-5             # peak learning rate of AdamW
 glue_warmup = 0.1          # share of the steps in which it rises
@@ -109,15 +110,19 @@ class HuggingFace:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer, logging
 
         self.auto = AutoModelForSequenceClassification
+        self.trusted = {"trust_remote_code": trust_remote_code}
         self.batch, self.lr, self.paper = hf_batch, hf_lr, PAPER_BERT
         logging.set_verbosity_error()  # it warns of each new classifier
         logging.disable_progress_bar()
         self.name = name
         torch.manual_seed(0)  # a pooler may be new, and is a part of the fingerprint
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name, model_max_length=glue_seq_len)
+            options = {"model_max_length": glue_seq_len, **self.trusted}
+            self.tokenizer = AutoTokenizer.from_pretrained(name, **options)
             net, info = self.load(2)
         except Exception as e:  # no network, no such model: each raises something else
+            if "trust_remote_code" in str(e):
+                sys.exit(f"{name} carries code: read it, then type --trust_remote_code=True")
             sys.exit(f"transformers cannot load {name}: {safety.first_line(e)}")
         self.weights = fingerprint(net.base_model)
         self.max_seq_len = getattr(net.config, "max_position_embeddings", 0)
@@ -125,7 +130,7 @@ class HuggingFace:
         self.two_types = "token_type_ids" in self.tokenizer.model_input_names
         # only the classifier may be new, and perhaps a pooler before it
         new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-        prefix = net.base_model_prefix + "."
+        prefix = next(name for name, m in net.named_modules() if m is net.base_model) + "."
         if wrong := [key for key in new if key.startswith(prefix) and "pooler" not in key]:
             sys.exit(f"{name} is incomplete: {min(wrong)} is missing or of another shape")
         if self.pad is None or len(self.tokenizer) > net.config.vocab_size:
@@ -133,11 +138,12 @@ class HuggingFace:
 
     def load(self, n_outputs, **options):
         options |= {"num_labels": n_outputs, "dtype": torch.float32, "output_loading_info": True}
+        options |= self.trusted
         net, info = self.auto.from_pretrained(self.name, ignore_mismatched_sizes=True, **options)
         kind = (net.config.architectures or ["Model"])[0]
         if not kind.endswith(("ForMaskedLM", "ForPreTraining", "Model")):
             # its head was trained for other labels, or for these in another order: draw a new one
-            trained, net = net, self.auto.from_config(net.config)
+            trained, net = net, self.auto.from_config(net.config, **self.trusted)
             net.base_model.load_state_dict(trained.base_model.state_dict())
         return net, info
 

@@ -7,7 +7,7 @@
     torchrun --nproc_per_node=8 train.py --micro_batch=128    # a day on eight GPUs
 
 This script keeps out_dir current: log.csv, run.json, loss.png, ckpt.pt and a model folder, which
-transformers loads if the architecture is a ModernBERT. "The paper" is Cramming, arXiv 2212.14034.
+transformers loads, after an edit of model.py too. "The paper" is Cramming, arXiv 2212.14034.
 """
 
 import math
@@ -51,7 +51,7 @@ grad_clip = 1.0                 # largest norm of the whole gradient; 0 = no cli
 schedule = "trapezoid"          # trapezoid | triangle (the paper's) | cosine | linear | constant
 warmup = 0.01                   # first share of the run, in which the rate rises (not triangle)
 cooldown = 0.65                 # last share of the run, in which the rate falls to 0 (trapezoid)
-# the model: the paper's size; model_folder.py writes it as a ModernBERT
+# the model: the paper's size, and a ModernBERT, whose folder needs no code of ours
 vocab_size = 32768              # that of the data
 seq_len = 128                   # that of the data: tokens in a row
 max_seq_len = 512               # longest row the model takes in fine-tuning and use

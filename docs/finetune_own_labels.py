@@ -31,6 +31,7 @@ defaults = {"dev": "", "text_column": "text", "label_column": "label", "pooling"
 defaults |= {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}
 for name, value in defaults.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
+parser.add_argument("--trust_remote_code", choices=("True", "False"), default="False")
 args = parser.parse_args()
 out = Path(args.out)
 if out.exists():
@@ -182,17 +183,25 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
 
 device, dtype = machine.pick("auto", "auto")
 label2id = {name: i for i, name in enumerate(names)}
-fields = {"id2label": dict(enumerate(names)), "classifier_pooling": args.pooling}
+fields = {"label2id": label2id, "id2label": dict(enumerate(names))}
+fields["classifier_pooling"] = args.pooling
+trusted = {"trust_remote_code": args.trust_remote_code == "True"}
 try:
-    config = transformers.AutoConfig.from_pretrained(args.model, label2id=label2id, **fields)
+    config = transformers.AutoConfig.from_pretrained(args.model, **fields, **trusted)
     # "[SEP]" in a text is text, as in pre-training
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, split_special_tokens=True)
+    how = {"split_special_tokens": True, **trusted}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, **how)
 except (OSError, ValueError) as e:  # no such folder, or no architecture of transformers
+    if "trust_remote_code" in str(e):
+        sys.exit(f"{args.model} carries code: read it, then type --trust_remote_code=True")
     sys.exit(f"cannot read {args.model}: {str(e).splitlines()[0]}")
 transformers.set_seed(args.seed)
 transformers.logging.set_verbosity_error()  # it tells that the classifier is new
 auto = transformers.AutoModelForSequenceClassification
-model = auto.from_config(config) if args.fresh else auto.from_pretrained(args.model, config=config)
+if args.fresh:
+    model = auto.from_config(config, **trusted)
+else:
+    model = auto.from_pretrained(args.model, config=config, **trusted)
 lengths = [len(tokenizer(text, verbose=False)["input_ids"]) for text, _ in train + dev]
 trained = getattr(config, "trained_on", {}).get("seq_len", 10**9)
 unseen = "its pre-training had no rows so long, see docs/own_text.md"
@@ -220,7 +229,8 @@ f1 = f1_score(labels, answers, average="macro", zero_division=0)
 print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows")
 if hits <= max(bag_hits, always):
     print("WARNING: that is no better than without a BERT: take the bag, or train longer")
+trust = ", trust_remote_code=True" if hasattr(config, "auto_map") else ""
 print(f"""To use it:
 import transformers
-transformers.pipeline("text-classification", {str(out)!r}, truncation=True)("A text.")
-transformers.AutoModelForSequenceClassification.from_pretrained({str(out)!r})""")
+transformers.pipeline("text-classification", {str(out)!r}, truncation=True{trust})("A text.")
+transformers.AutoModelForSequenceClassification.from_pretrained({str(out)!r}{trust})""")

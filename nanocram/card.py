@@ -23,11 +23,9 @@ def write_card(folder, glue_table=""):
     config = json.loads((folder / "config.json").read_text("utf-8"))
     trained = config["trained_on"]
     sources = " and ".join(f"`{source}`" for source in dict.fromkeys(trained["sources"]))
-    library, use = "nanocram", f'from nanocram.model_folder import load\nmodel = load("{name}")'
-    if config["model_type"] == "modernbert":
-        library = "transformers\npipeline_tag: fill-mask"
-        use = f'from transformers import pipeline\nfill = pipeline("fill-mask", model="{name}")'
-    text = f"""{BEGIN}library_name: {library}
+    trust = ", trust_remote_code=True" if "auto_map" in config else ""
+    text = f"""{BEGIN}library_name: transformers
+pipeline_tag: fill-mask
 license: other  # yours to choose
 tags: [masked-lm, cramming]
 ---
@@ -40,7 +38,8 @@ Its last run had {last["step"]:,} steps on {facts["processes"]} × {facts["devic
 {last["val_loss_15"]:.3f} nats per token with 15 % masked, {last["val_loss_25"]:.3f} with 25 %.
 
 ```python
-{use}
+from transformers import pipeline
+fill = pipeline("fill-mask", model="{name}"{trust})
 ```
 
 {glue_table}

@@ -1,110 +1,150 @@
-"""The model folder: config.json and model.safetensors, a ModernBERT wherever the model is one,
-which transformers loads with no code of ours. Others keep our own names, for load():
+"""The model folder: config.json and model.safetensors, which transformers loads. Where the model
+computes what a ModernBERT does it is one, and runs no code of ours; any other one carries model.py,
+and hf_model.py, which puts transformers' classes around it.
 
     python -c "from nanocram import model_folder; print(model_folder.load('out/tiny').config)"
 """
 
+import functools
 import json
+import runpy
 import shutil
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import FOR_TRAINING, ROPE_THETA, MaskedLM, ModelConfig
-from nanocram.safety import write_beside, write_text
+from model import ROPE_THETA, MaskedLM, ModelConfig
+from nanocram.edits import small_model
+from nanocram.machine import float32_products
+from nanocram.safety import say_once, write_beside, write_text
 
-# The switches that decide the architecture, as ModernBERT has them.
-NATIVE = {
-    "activation": "geglu",
-    "position_embedding": "rope",
-    "post_norm": False,
-    "embedding_norm": True,
-    "first_attn_norm": False,
-    "final_norm": True,
-    "token_types": 0,
+# The code that a folder may carry, as this process has it: somebody may edit model.py meanwhile.
+HERE = Path(__file__).parent
+FILES = HERE.parent / "model.py", HERE / "hf_model.py"
+CODE = {path.name: path.read_text("utf-8") for path in FILES}
+AUTO_MAP = {
+    "AutoConfig": "hf_model.NanocramConfig",
+    "AutoModel": "hf_model.NanocramModel",
+    "AutoModelForMaskedLM": "hf_model.NanocramForMaskedLM",
+    "AutoModelForSequenceClassification": "hf_model.NanocramForSequenceClassification",
+    "AutoModelForTokenClassification": "hf_model.NanocramForTokenClassification",
 }
-# ModernBERT's fields of config.json: those that never change, and our names for the others.
-FIXED = {
-    "model_type": "modernbert",
-    "architectures": ["ModernBertForMaskedLM"],
-    "dtype": "float32",
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu",
-    "classifier_pooling": "cls",
-    "global_rope_theta": ROPE_THETA,
-    "local_rope_theta": ROPE_THETA,
-    "global_attn_every_n_layers": 1,
-    "pad_token_id": 0,
-    "cls_token_id": 1,
-    "sep_token_id": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-SAME = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "n_embd",
-    "intermediate_size": "n_inner",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "max_seq_len",
-    "norm_eps": "norm_eps",
-    "norm_bias": "norm_bias",
-    "attention_bias": "query_bias",
-    "mlp_bias": "linear_bias",
-    "classifier_bias": "head_bias",
-    "decoder_bias": "decoder_bias",
-}
+# Fields that it has in common with a ModernBERT.
+SHARED = (
+    "dtype vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings"
+)
 # Its matrices that are several here: Muon orthogonalises each by itself.
 JOINED = {".Wqkv.": (".Wq.", ".Wk.", ".Wv."), ".Wi.": (".Wi.", ".Wg.")}
 
 
-def not_native(model):
-    """Why a MaskedLM is no ModernBERT, in a few words; '' where it is one. Only tests/test_edit.py
-    sees an edit that has neither a switch of its own, nor parameters or buffers."""
-    have = asdict(model.config)
-    # save() adds what a model lacks by two of these; a fork's switches have a default
-    known = {*NATIVE, *SAME.values(), "head_transform", "neighbour_heads", *FOR_TRAINING}
-    native = NATIVE | {f.name: f.default for f in fields(model.config) if f.name not in known}
-    native["n_narrow"] = min(have["n_narrow"], 1)  # one narrow layer computes what none does
-    wrong = [f"{name}={have[name]}" for name in native if have[name] != native[name]]
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    shapes = native_shapes(model.config)
-    other = [name for name, t in tensors.items() if t.shape != shapes.get(name)]
-    other += [f"no {name}" for name in shapes if name not in tensors]  # a layer that is there twice
-    return ", ".join(wrong or other[:1])
+def modernbert_config(c):
+    """ModernBERT's own fields of config.json, for a model of the sizes of c, a ModelConfig."""
+    return {
+        "model_type": "modernbert",
+        "architectures": ["ModernBertForMaskedLM"],
+        "dtype": "float32",
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu",
+        "classifier_pooling": "cls",
+        "global_rope_theta": ROPE_THETA,
+        "local_rope_theta": ROPE_THETA,
+        "global_attn_every_n_layers": 1,
+        "pad_token_id": 0,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.n_embd,
+        "intermediate_size": c.n_inner,
+        "num_hidden_layers": c.n_layer,
+        "num_attention_heads": c.n_head,
+        "max_position_embeddings": c.max_seq_len,
+        "norm_eps": c.norm_eps,
+        "norm_bias": c.norm_bias,
+        "attention_bias": c.query_bias,
+        "mlp_bias": c.linear_bias,
+        "classifier_bias": c.head_bias,
+        "decoder_bias": c.decoder_bias,
+        "classifier_activation": "gelu" if c.head_transform else "linear",
+    }
 
 
-def native_shapes(config):
-    """{our name: shape} of the parameters and buffers of a ModernBERT of these sizes."""
-    V, C, n_head, inner = config.vocab_size, config.n_embd, config.n_head, config.n_inner
-    block = {f"attn.W{name}": (C, C) for name in "qkvo"} | {"attn_norm": (C,), "mlp_norm": (C,)}
-    block |= {"mlp.Wi": (inner, C), "mlp.Wg": (inner, C), "mlp.Wo": (C, inner)}
-    modules = {"model.embeddings.norm": (C,), "model.final_norm": (C,), "decoder": (V, C)}
-    for i in range(config.n_layer):
-        modules |= {f"model.layers.{i}.{name}": shape for name, shape in block.items()}
-    del modules["model.layers.0.attn_norm"]
-    if config.head_transform:
-        modules |= {"head.dense": (C, C), "head.norm": (C,)}
-    shapes = dict.fromkeys(("model.rope_cos", "model.rope_sin"), (config.max_seq_len, C // n_head))
-    for name, shape in modules.items():
-        shapes[f"{name}.weight"] = shape
-        kind = next((kind for kind in ("norm", "head", "decoder") if kind in name), "linear")
-        kind = "query" if name.endswith(("Wq", "Wk")) else kind
-        if getattr(config, f"{kind}_bias"):
-            shapes[f"{name}.bias"] = shape[:1]
-    shapes["model.embeddings.tok_embeddings.weight"] = shapes.pop("decoder.weight")  # one tensor
-    return shapes
+def modernbert_logits(tensors, c, ids, mask):
+    """The logits (B, T, V) of a ModernBERT (arXiv 2412.13663) of the sizes of c, a ModelConfig, for
+    tokens and attention_mask (B, T). It takes what it reads out of tensors, {our name: tensor}, and
+    raises KeyError, RuntimeError or AssertionError if one is missing or of another shape."""
+
+    def linear(x, name, size, bias):
+        bias = tensors.pop(f"{name}.bias") if bias else None
+        y = F.linear(x, tensors.pop(f"{name}.weight"), bias)
+        assert y.shape[-1] == size, name
+        return y
+
+    def norm(x, name):
+        bias = tensors.pop(f"{name}.bias") if c.norm_bias else None
+        return F.layer_norm(x, (c.n_embd,), tensors.pop(f"{name}.weight"), bias, c.norm_eps)
+
+    frequency = ROPE_THETA ** -torch.arange(0, 1, 2 * c.n_head / c.n_embd, dtype=torch.float64)
+    angles = torch.outer(torch.arange(ids.shape[1]), frequency)  # (T, D / 2)
+    turn = torch.polar(torch.ones_like(angles), angles)
+
+    def turned(x):  # each pair of channels is a complex number
+        z = torch.complex(*x.chunk(2, -1)) * turn
+        return torch.cat((z.real, z.imag), -1)
+
+    table = tensors.pop("model.embeddings.tok_embeddings.weight")
+    x = norm(table[ids], "model.embeddings.norm")  # (B, T, C)
+    for i in range(c.n_layer):
+        layer = f"model.layers.{i}"
+        h = norm(x, f"{layer}.attn_norm") if i else x
+        biases = {"Wq": c.query_bias, "Wk": c.query_bias, "Wv": c.linear_bias}
+        qkv = (linear(h, f"{layer}.attn.{name}", c.n_embd, bias) for name, bias in biases.items())
+        q, k, v = (y.unflatten(-1, (c.n_head, -1)).transpose(1, 2) for y in qkv)  # (B, H, T, D)
+        y = F.scaled_dot_product_attention(turned(q), turned(k), v, mask[:, None, None].bool())
+        x = x + linear(y.transpose(1, 2).flatten(2), f"{layer}.attn.Wo", c.n_embd, c.linear_bias)
+        h = norm(x, f"{layer}.mlp_norm")
+        h, gate = (
+            linear(h, f"{layer}.mlp.{name}", c.n_inner, c.linear_bias) for name in ("Wi", "Wg")
+        )
+        x = x + linear(F.gelu(h) * gate, f"{layer}.mlp.Wo", c.n_embd, c.linear_bias)
+    x = norm(x, "model.final_norm")
+    if c.head_transform:
+        x = norm(F.gelu(linear(x, "head.dense", c.n_embd, c.head_bias)), "head.norm")
+    return F.linear(x, table, tensors.pop("decoder.bias") if c.decoder_bias else None)
 
 
-def modernbert_config(config):
-    """ModernBERT's own fields of config.json, for a model of the sizes of config."""
-    same = {theirs: getattr(config, ours) for theirs, ours in SAME.items()}
-    same["classifier_activation"] = "gelu" if config.head_transform else "linear"
-    return FIXED | same
+@functools.cache
+@torch.no_grad()
+@float32_products("highest")
+def modernbert_names(fields):
+    """Names of the parameters of a MaskedLM with these fields of ModelConfig, if a small one of the
+    same code has the tensors and the logits of modernbert_logits(); else []."""
+    config = ModelConfig(**dict(fields))
+    model, ids, _ = small_model(config, min(1024, config.max_seq_len))
+    model, ids = model.double(), ids[:1]
+    mask = (torch.arange(ids.shape[1])[None] < 0.75 * ids.shape[1]).long()
+    tensors = dict(model.named_parameters())
+    names = [*tensors]
+    try:
+        wanted = modernbert_logits(tensors, model.config, ids, mask)
+    except (KeyError, RuntimeError, AssertionError):
+        return []
+    difference = (model(ids, attention_mask=mask) - wanted)[mask == 1]
+    # the angles are in float32
+    is_equal = not tensors and difference.norm() < 1e-5 * wanted.norm()
+    return names if is_equal else []
+
+
+def is_modernbert(model):
+    """Whether a MaskedLM computes what a ModernBERT of its sizes does, whatever its code says."""
+    names = [name for name, _ in model.named_parameters()]  # one, where two layers share it
+    return names == modernbert_names(tuple(asdict(model.config).items()))
 
 
 def save(model, folder, **facts):
@@ -112,11 +152,20 @@ def save(model, folder, **facts):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {k: v.to("cpu", torch.float32).contiguous() for k, v in model.state_dict().items()}
-    config = {"model_type": "nanocram"}
-    if "decoder.weight" not in dict(model.named_parameters()):  # no edit has untied it
+    config = modernbert_config(model.config)
+    if is_tied := "decoder.weight" not in dict(model.named_parameters()):
         del weights["decoder.weight"]
-    if not not_native(model):
-        weights, config = to_folder_keys(weights, model.config), modernbert_config(model.config)
+    if is_modernbert(model):
+        weights = to_folder_keys(weights, model.config)
+    else:
+        weights = {f"net.{key}": tensor for key, tensor in weights.items()}
+        config = {name: config[name] for name in SHARED.split()}
+        config |= {"model_type": "nanocram", "architectures": ["NanocramForMaskedLM"]}
+        # pipelines of transformers 4 ask for the class of the tokenizer
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": AUTO_MAP}
+        config["tie_word_embeddings"] = is_tied
+        for name, code in CODE.items():
+            write_text(folder / name, code)
     config |= {"nanocram": asdict(model.config), **facts}
     write_text(folder / "config.json", json.dumps(config, indent=2))
     # a layer that an edit uses twice is written twice
@@ -136,16 +185,25 @@ def save(model, folder, **facts):
     write_beside(folder / "model.safetensors", write)
 
 
-def load(folder, device="cpu"):
-    """The MaskedLM in folder, evaluating; raises ValueError: what is wrong."""
+def load(folder, device="cpu", trust_remote_code=False):
+    """The MaskedLM in folder, evaluating; computed by this model.py, or by the one that the folder
+    carries, if that is trusted. Raises ValueError: what is wrong."""
     folder = Path(folder)
+    code = {"ModelConfig": ModelConfig, "MaskedLM": MaskedLM}
     try:
         spec = json.loads((folder / "config.json").read_text("utf-8"))
         state = load_file(folder / "model.safetensors")
-        if "nanocram" not in spec or "classifier.weight" in state:
+        if "nanocram" not in spec or any("classifier." in key for key in state):
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
-        config = ModelConfig(**spec["nanocram"])
-        model = MaskedLM(config)
+        if "auto_map" in spec and trust_remote_code:
+            code = runpy.run_path(str(folder / "model.py"))
+        elif "auto_map" in spec and (folder / "model.py").read_text("utf-8") != CODE["model.py"]:
+            say_once(
+                f"WARNING: {folder} has a model.py of its own, and this one computes its model"
+            )
+        config = code["ModelConfig"](**spec["nanocram"])
+        model = code["MaskedLM"](config)
+        state = {key.removeprefix("net."): tensor for key, tensor in state.items()}
         if spec["model_type"] == "modernbert":
             state = from_folder_keys(state, config)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])

@@ -9,7 +9,7 @@ from nanocram import runlog
 from nanocram.card import write_card
 from nanocram.data import fill_masks
 from nanocram.facts import measure_facts, note_changes, read_facts
-from nanocram.model_folder import not_native
+from nanocram.model_folder import is_modernbert
 from nanocram.safety import Bar, extra, first_line, move_aside, say, write_text
 from nanocram.tokenizer import copy_tokenizer
 
@@ -40,8 +40,8 @@ def begin_log(run):
     millions, mflops = facts["parameters"] / 1e6, run.flops_per_token / 1e6
     speed = f"multiplies matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:.2f} TFLOP/s"
     say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {facts['device']} {speed}")
-    if why := not_native(run.model):
-        say(f"with {why} this is no ModernBERT: only model_folder.load() reads it")
+    if not is_modernbert(run.model):
+        say("this is no ModernBERT: transformers reads its folder with trust_remote_code=True")
     return log
 
 

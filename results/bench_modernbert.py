@@ -21,12 +21,23 @@ import train
 from model import mixed_precision
 from nanocram import machine, safety
 from nanocram.data import IGNORE
-from nanocram.model_folder import NATIVE, modernbert_config
+from nanocram.model_folder import modernbert_config
 from nanocram.settings import configure
 
-AS_THEIRS = NATIVE | dict(  # our settings
-    head_transform=True, neighbour_heads=False, n_narrow=0, dropout=0.0
-)
+AS_THEIRS = {  # our settings
+    "activation": "geglu",
+    "position_embedding": "rope",
+    "post_norm": False,
+    "embedding_norm": True,
+    "first_attn_norm": False,
+    "final_norm": True,
+    "head_transform": True,
+    "token_types": 0,
+    "n_narrow": 0,
+    "neighbour_heads": False,
+    "token_values": False,
+    "dropout": 0.0,
+}
 ROUNDS = 5
 TURN_SECONDS = 2.0  # at least one step
 

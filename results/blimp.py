@@ -6,6 +6,8 @@
 A sentence's score is the sum of its tokens' log-probabilities, each hidden in its turn (Salazar et
 al., arXiv 1910.14659), as BabyLM's pipeline has it, ties for the right one included. It prints the
 accuracy of each field, in percent, and the mean over the 67 sets, all weighted equally.
+
+--trust_remote_code=True computes a folder that carries a model.py by that one, not by this clone's.
 """
 
 import json
@@ -45,9 +47,9 @@ def score(model, texts, device):
     return scores
 
 
-def accuracies(folder, pairs, device):
+def accuracies(folder, pairs, device, trust_remote_code):
     """{set: share of its pairs whose right sentence is at least as likely}, of a model folder."""
-    model = model_folder.load(folder, device)
+    model = model_folder.load(folder, device, trust_remote_code)
     tokenizer = Tokenizer(Path(folder) / "tokenizer.json")
     texts = [pair[key] for pair in pairs for key in ("sentence_good", "sentence_bad")]
     ids = [[CLS, *tokenizer.encode(text).tolist(), SEP] for text in texts]
@@ -61,7 +63,8 @@ def accuracies(folder, pairs, device):
 def main():
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    data, *folders = sys.argv[1:]
+    flag = "--trust_remote_code=True"
+    data, *folders = [word for word in sys.argv[1:] if word != flag]
     files = sorted(Path(data).glob("*.jsonl"))
     if not files:
         sys.exit(f"{data} has no .jsonl files: name the folder data of BLiMP's repository")
@@ -72,7 +75,7 @@ def main():
     print("| model |", " | ".join([*fields, "all"]), "|\n| --- |" + " ---: |" * (len(fields) + 1))
     for folder in folders:
         try:
-            shares = accuracies(folder, pairs, device)
+            shares = accuracies(folder, pairs, device, flag in sys.argv)
         except ValueError as e:
             sys.exit(str(e))
         means = [fmean(shares[u] for u in shares if field_of[u] == name) for name in fields]

@@ -55,7 +55,7 @@ import train
 from model import mixed_precision
 from nanocram import machine
 from nanocram.data import Rows, held_out, load_meta
-from nanocram.model_folder import NATIVE, modernbert_config
+from nanocram.model_folder import modernbert_config
 from nanocram.tokenizer import CLS
 
 WARMUP = 0.03  # first share of the run, in which the rate rises; then it falls to 0
@@ -64,7 +64,7 @@ SETUP = 3  # the first steps compile: the budget counts them, the schedule begin
 
 def make_model():
     """The rival, with as many parameters as a ModernBERT of the recipe's sizes has."""
-    theirs = NATIVE | {"head_transform": True, "neighbour_heads": False}
+    theirs = {"head_transform": True, "neighbour_heads": False}
     c = replace(train.model_config(), **theirs, n_narrow=0, dropout=0.0)
     fields = modernbert_config(c)
     if rival == "modernbert":

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -45,7 +44,7 @@ from torch.utils._pytree import tree_leaves
 import prepare as prepare_module
 import train as module
 from model import MaskedLM
-from nanocram import machine, model_folder, runlog, settings
+from nanocram import machine, model_folder, runlog, settings, tokenizer
 from nanocram.data import Rows, load_meta
 from nanocram.tokenizer import Tokenizer
 
@@ -235,8 +234,7 @@ def write_model(folder, data_dir, **changes):
     sizes = SIZES | {"vocab_size": 600, "max_seq_len": 128, "n_layer": 2, "zero_init": False}
     torch.manual_seed(0)
     model_folder.save(MaskedLM(model_config(**(sizes | changes))), folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(data_dir / name, folder / name)
+    tokenizer.copy_tokenizer(data_dir, folder, 128)
     return folder
 
 

@@ -170,9 +170,14 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     assert "already" not in run(model, baseline="scratch", tasks="cola")
     theirs = run(model, baseline=f"hf:{model}", tasks="stsb", hf_batch=8)
     assert "batch 8, AdamW 2e-05" in theirs and "already" not in theirs
+    write_model(other_folder := model.parent / "other", data_dir, token_values=True)
+    how = {"baseline": f"hf:{other_folder}", "tasks": "stsb", "hf_batch": 8}
+    with pytest.raises(SystemExit, match="type --trust_remote_code=True"):
+        run(model, **how)
+    assert "already" not in run(model, **how, trust_remote_code=True)
     page = (model / "glue.md").read_text()
     assert "| model without pre-training, float32, epochs=2" in page and "hf_batch=8" in page
-    assert len({run["name"] for run in glue.read_runs(model).values()}) == 5
+    assert len({run["name"] for run in glue.read_runs(model).values()}) == 6
 
 
 def test_a_seed_that_diverges_does_not_end_the_rest(model):

@@ -136,25 +136,38 @@ PADDING = "        x = x if attention_mask is None else x * attention_mask[..., 
 MIXED = "        x = x + self.conv(x.mT).mT\n"
 NEIGHBOURS = [(MLP_NORM, CONV + MLP_NORM), (NORMED, PADDING + MIXED + NORMED)]
 RMS_NORM = [("nn.LayerNorm(", "nn.RMSNorm("), (", bias=config.norm_bias)", ")")]
+VALUES = [("values = keys if self.token_scale is None else", "values =")]
+VALUES += [("self.token_scale * x0\n", "0.5 * x0\n")]
 SWIGLU = ('    "geglu": F.gelu,\n', '    "geglu": F.gelu,\n    "swiglu": F.silu,\n')
 OTHER_MODELS = {  # {name: (edits of model.py, settings)}
     "RMSNorm and SwiGLU": ([*RMS_NORM, SWIGLU], {"activation": "swiglu"}),
     "an untied decoder": ([("self.decoder.weight =", "_ =")], {}),
     "a layer that mixes neighbours": (NEIGHBOURS, {}),
+    "values of embeddings, without a tensor": (VALUES, {}),
     "the same from host memory": (NEIGHBOURS, {"optimizer": "adamw", "offload": True}),
 }
 
 
+ELSEWHERE = """
+import torch, transformers
+model = transformers.AutoModelForMaskedLM.from_pretrained(".", trust_remote_code=True)
+found = model(torch.arange(4, 104)[None]).logits
+torch.testing.assert_close(found, torch.load("logits"), rtol=1e-5, atol=1e-5)
+"""
+
+
 @pytest.mark.parametrize("name", OTHER_MODELS)
 def test_another_model(fork, name):
-    """Its folder has its weights, and is none that transformers would load without the edit."""
+    """Its folder has its weights and its code; transformers computes it where nothing else is."""
     edits, settings = OTHER_MODELS[name]
     for old, new in edits:
         fork.edit("model.py", old, new)
     fork.train(**settings)
     assert fork.model_type() == "nanocram"
     code = "kept = torch.load('out/ckpt.pt')['model']\n"
-    fork.load(code + "torch.testing.assert_close(model.state_dict(), kept, rtol=0, atol=0)")
+    code += "torch.testing.assert_close(model.state_dict(), kept, rtol=0, atol=0)\n"
+    fork.load(code + "torch.save(model(torch.arange(4, 104)[None]), 'out/logits')")
+    Forked((fork.folder / "out").rename(fork.folder.parent / "moved"), ELSEWHERE).end()
 
 
 WRONG_PLACES = {

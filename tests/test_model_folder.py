@@ -4,9 +4,13 @@ import pytest
 import torch
 import transformers
 from conftest import error, padded_batch, random_model
-from test_model import architectures
+from test_model import BERT, architectures
+from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 
-from nanocram.model_folder import load, not_native, save
+from model import ACTIVATIONS
+from nanocram import model_folder
+from nanocram.model_folder import is_modernbert, load, save
 
 HF_MLM = transformers.AutoModelForMaskedLM
 SEVERAL = {"head_transform": True, "linear_bias": True, "norm_bias": True, "norm_eps": 1e-3}
@@ -14,8 +18,8 @@ SEVERAL = {"head_transform": True, "linear_bias": True, "norm_bias": True, "norm
 
 @pytest.mark.parametrize("switches", [*architectures({}), SEVERAL], ids=str)
 @torch.no_grad()
-def test_what_is_saved_is_loaded_and_what_is_called_a_modernbert_is_one(tmp_path, switches):
-    """transformers computes our logits. A switch that a fork has added says what else it is."""
+def test_what_is_saved_is_loaded_and_transformers_computes_it(tmp_path, switches):
+    """As a ModernBERT where it is one, else by the code that the folder carries."""
     model = random_model(**switches).float()  # whose weights are what a run's are
     save(model, tmp_path)
     again = load(tmp_path)
@@ -24,33 +28,88 @@ def test_what_is_saved_is_loaded_and_what_is_called_a_modernbert_is_one(tmp_path
     found = model(ids, attention_mask=mask)
     assert torch.equal(found, again(ids, attention_mask=mask))
     assert again.decoder.weight is again.model.embeddings.tok_embeddings.weight
-    if not not_native(model):
-        theirs, info = HF_MLM.from_pretrained(tmp_path, output_loading_info=True)
-        assert type(theirs).__name__ == "ModernBertForMaskedLM"
-        assert not info["missing_keys"] | info["unexpected_keys"] | info["mismatched_keys"]
-        wanted = theirs.double()(ids, attention_mask=mask).logits[mask.bool()]
-        exact = model.double()(ids, attention_mask=mask)[mask.bool()]
-        # they compute angles in float32; a head that does nothing has one more norm
-        allowed = 0.0 if model.config.head_transform else min(0.25, 3 * model.config.norm_eps)
-        assert error(exact, wanted) < 1e-4 + allowed
+    is_native = is_modernbert(model)
+    assert (tmp_path / "model.py").exists() is not is_native
+    theirs, info = HF_MLM.from_pretrained(
+        tmp_path, trust_remote_code=not is_native, output_loading_info=True
+    )
+    assert type(theirs).__name__ == (
+        "ModernBertForMaskedLM" if is_native else "NanocramForMaskedLM"
+    )
+    assert not {*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]}
+    wanted = theirs.double()(ids, attention_mask=mask).logits[mask.bool()]
+    exact = model.double()(ids, attention_mask=mask)[mask.bool()]
+    # they compute angles in float32; a head that does nothing has one more norm
+    allowed = 0.0 if model.config.head_transform else min(0.25, 3 * model.config.norm_eps)
+    assert error(exact, wanted) < (1e-4 + allowed if is_native else 1e-9)
 
 
-def test_what_is_no_modernbert_is_not_called_one():
-    """By its switches, or by tensors that an edit has added, changed, or shares between layers."""
+@pytest.mark.parametrize("switches", [{"token_values": True}, BERT], ids=str)
+def test_classes_of_transformers_around_a_model_of_ours(tmp_path, switches):
+    """Hidden states, losses, ties, a larger vocabulary, labels of rows and of tokens; saved by
+    transformers, and moved. No code runs that is not trusted."""
+    model = random_model(**switches).float()
+    save(model, tmp_path / "ours")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        HF_MLM.from_pretrained(tmp_path / "ours", trust_remote_code=False)
+
+    def reload(auto, folder, **how):
+        return auto.from_pretrained(folder, trust_remote_code=True, **how)
+
+    ids, mask = padded_batch(60)
+    base = reload(transformers.AutoModel, tmp_path / "ours")
+    hidden = base(ids, mask, return_dict=False)[0]
+    assert_close(hidden, model.model(ids, None, mask))
+    theirs = reload(HF_MLM, tmp_path / "ours", attn_implementation="eager")
+    labels = ids.masked_fill(mask == 0, -100)
+    found = theirs(ids, mask, labels=labels)
+    assert_close(found.loss, cross_entropy(model(ids, None, mask).mT, labels))
+    theirs.resize_token_embeddings(model.config.vocab_size + 5)
+    theirs.save_pretrained(tmp_path / "larger")
+    with torch.no_grad():
+        larger = reload(HF_MLM, (tmp_path / "larger").rename(tmp_path / "moved"))
+        assert_close(larger(ids, mask).logits[..., :-5], found.logits)
+    assert larger.get_output_embeddings().weight is larger.get_input_embeddings().weight
+    refused(tmp_path / "moved", "size mismatch")
+
+    for task, shape in (("Sequence", (3, 4)), ("Token", (3, 60, 4))):
+        auto = getattr(transformers, f"AutoModelFor{task}Classification")
+        theirs, info = reload(auto, tmp_path / "ours", num_labels=4, output_loading_info=True)
+        theirs(ids, mask, labels=torch.zeros(shape[:-1], dtype=torch.long)).loss.backward()
+        for name in info["missing_keys"]:  # model.py draws a new head; norms have ones, biases 0
+            p = theirs.get_parameter(name)
+            assert p.grad is not None and not name.startswith("net.model.")
+            wanted = 0.02 * (768 / 32) ** 0.5 if p.ndim == 2 else float("norm" in name)
+            assert p.square().mean().sqrt().item() == pytest.approx(wanted, rel=0.3)
+        theirs.save_pretrained(tmp_path / task)
+        again = reload(auto, tmp_path / task)
+        assert_close(again(ids, mask).logits, theirs.eval()(ids, mask).logits)
+        refused(tmp_path / task, "fine-tuned")
+
+
+EDITS = {
+    "GELU by tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "GELU": torch.nn.functional.gelu,
+}
+
+
+def test_what_computes_something_else_is_no_modernbert(monkeypatch):
+    """By its switches, by tensors that an edit adds or shares between layers, or by nothing that a
+    tensor shows."""
     for switches in ({}, {"n_narrow": 1}, {"head_transform": True, "linear_bias": True}):
-        assert not_native(random_model(**switches)) == ""
-    both = not_native(random_model(position_embedding="learned", n_narrow=2))
-    assert "position_embedding=learned" in both and "n_narrow=2" in both
+        assert is_modernbert(random_model(**switches))
+    assert not is_modernbert(random_model(position_embedding="learned"))
     for place, name in (("model.layers.1", "conv"), ("model.layers.1.attn", "norm"), ("", "bend")):
         model = random_model()
         setattr(model.get_submodule(place), name, torch.nn.LayerNorm(32, bias=False))
-        assert not_native(model) == f"{place}.{name}.weight".lstrip(".")
+        assert not is_modernbert(model)
     model = random_model()
     model.model.layers[2] = model.model.layers[1]
-    assert not_native(model).startswith("no model.layers.2.")
-    model = random_model()
-    model.model.layers[1].mlp.Wo.weight = torch.nn.Parameter(torch.ones(32, 25))
-    assert not_native(model) == "model.layers.1.mlp.Wo.weight"
+    assert not is_modernbert(model)
+    for name, gelu in EDITS.items():
+        monkeypatch.setitem(ACTIVATIONS, "geglu", gelu)
+        model_folder.modernbert_names.cache_clear()
+        assert is_modernbert(random_model()) == (name == "GELU"), name
 
 
 def refused(folder, match):
@@ -61,7 +120,7 @@ def refused(folder, match):
 def test_what_transformers_has_saved(tmp_path):
     """As it was, it comes back; trained further, with another head or another's, it is refused."""
     model = random_model().float()
-    if not_native(model):
+    if not is_modernbert(model):
         pytest.skip("this fork's model is no ModernBERT")
     save(model, tmp_path / "ours")
     theirs = HF_MLM.from_pretrained(tmp_path / "ours")

@@ -69,8 +69,9 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch, capsys, content, dev, said
 
 
 @pytest.mark.slow
-def test_own_labels(tmp_path, data_dir, sentences):
-    model = write_model(tmp_path / "model", data_dir)
+@pytest.mark.parametrize("own_code", [False, True])
+def test_own_labels(tmp_path, data_dir, sentences, own_code):
+    model = write_model(tmp_path / "model", data_dir, token_values=own_code)
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trained_on": {"seq_len": 32}}))
     rows = [(text, "asks" if i % 3 else "tells") for i, text in enumerate(sentences[:180])]
@@ -82,6 +83,7 @@ def test_own_labels(tmp_path, data_dir, sentences):
     with open(train, "w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file, delimiter=";").writerows(table)
     options = {"epochs": 2, "seed": 3, "text_column": "body", "label_column": "queue"}
+    options["trust_remote_code"] = own_code
     said = script(SCRIPT, model, train, out, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ids = Tokenizer(model / "tokenizer.json").encode(rows[0][0]).tolist()
@@ -89,7 +91,9 @@ def test_own_labels(tmp_path, data_dir, sentences):
     n_longer = sum(len(tokenizer(text)["input_ids"]) > 32 for text, _ in rows)
     assert f"{n_longer} of 220 texts have more than 32 tokens" in said
 
-    pipe = transformers.pipeline("text-classification", model=str(out), truncation=True)
+    pipe = transformers.pipeline(
+        "text-classification", str(out), truncation=True, trust_remote_code=own_code
+    )
     dev = [row for row in rows if is_held_out("".join(row[0].lower().split()), 0.1)]
     texts, labels = zip(*dev, strict=True)
     answers = [pipe(text)[0]["label"] for text in texts]

@@ -47,7 +47,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.optim import AdamW
-from tqdm import tqdm
 
 from model import Classifier, MaskedLM, mixed_precision
 from nanocram import glue, machine, model_folder, safety
@@ -117,8 +116,8 @@ class HuggingFace:
         self.name = name
         torch.manual_seed(0)  # a pooler may be new, and is a part of the fingerprint
         try:
-            options = {"model_max_length": glue_seq_len, **self.trusted}
-            self.tokenizer = AutoTokenizer.from_pretrained(name, **options)
+            self.tokenizer = AutoTokenizer.from_pretrained(name, **self.trusted)
+            self.tokenizer.model_max_length = glue_seq_len
             net, info = self.load(2)
         except Exception as e:  # no network, no such model: each raises something else
             if "trust_remote_code" in str(e):
@@ -273,13 +272,13 @@ def main():
 
     # read all data before the first fine-tuning, and see what has been done already
     data, runs = {}, []
-    for task in tqdm(names, desc="reading", leave=False, disable=None):
+    for task in safety.Bar(names, desc="reading", leave=False):
         splits = {split: glue.read(task, split, glue_dir) for split in glue.TASKS[task].rows}
         rows = [(list(candidate.encode(texts)), labels) for texts, labels in splits.values()]
         data[task] = dict(zip(splits, rows, strict=True))
         facts = {"task": task, **glue.facts(splits)}
         for flaw in glue.flaws([facts]):
-            tqdm.write(f"WARNING: {flaw}")
+            safety.say(f"WARNING: {flaw}")
         runs += [{**what, **facts, "seed": first_seed + i} for i in range(seeds)]
     try:
         done = glue.read_runs(folder)

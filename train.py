@@ -287,11 +287,10 @@ def build_optimizers(model, amp_dtype):
 
     # AdamW or Adam takes what no other one does; norms and biases have no weight decay
     taken = {p for o in others for group in o.param_groups for p in group["params"]}
-    decayed, exempt = [], []
+    groups = [{"params": [], "weight_decay": weight_decay}, {"params": []}]
     for name, p in model.named_parameters():
         if p not in taken:
-            (exempt if "norm" in name or "bias" in name else decayed).append(p)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt}]
+            groups["norm" in name or "bias" in name]["params"].append(p)
     adam = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
     fused = model.decoder.weight.device.type in ("cuda", "cpu")
     how = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "weight_decay": 0.0, "fused": fused}
@@ -478,7 +477,7 @@ class Run:
         else:
             self.model = computes = MaskedLM(model_config()).to(dev)
         # a tenth fewer bytes to move, no difference in three pairs of runs (results/race_day.csv)
-        if dev.type == "cuda" and amp_dtype == torch.bfloat16:
+        if dev.type == "cuda" and amp_dtype == torch.bfloat16 and not post_norm:
             self.model.model.residual_dtype = torch.bfloat16
         self.log_frequencies = log_frequencies(rows, vocab_size)
         if frequency_bias and decoder_bias:  # a checkpoint or model folder has its own
@@ -543,8 +542,6 @@ def set_up(run, held_out_rows):
     # what is typed is obeyed; a size that divides no full step would be compiled for nothing
     largest = 0 if micro_batch or offload else math.gcd(state.largest_pass, batch_rows(1.0))
     seconds = fit.find_micro_batch(run, take_all_passes, held_out_rows, largest, signals)
-    if compile:
-        fit.warn_if_not_compiled()
     sets = held_out(held_out_rows, run.small_pass)
     run.frequency_loss = -run.log_frequencies[held_out_rows[:, 1:]].mean().item()
     state.setup_seconds += clock.elapsed() - state.elapsed  # since this process's clock began
@@ -582,7 +579,8 @@ def exit_if_done(run, progress):
         more = f"--max_steps={state.step + 1}"
     said = f"the budget ends at step {state.step:,}: to go on, type {more} or more"
     if init == "auto" and state.step:  # which is no error
-        print(said + "; it was trained by other code" * facts.is_by_other_code(out_dir))
+        is_by_this_code = facts.read_facts(out_dir).get("code", "").startswith(machine.code_hash())
+        print(said if is_by_this_code else f"{said}; it was trained by other code")
         sys.exit()
     sys.exit(said if parallel.RANK == 0 else 1)
 
@@ -613,7 +611,9 @@ def save(run, log):
         safety.say("WARNING: nothing is saved after skipped steps: type --init=resume")
         return False
     try:
-        checkpoint.check_finite(run.model)
+        for name, p in run.model.named_parameters():
+            if not p.isfinite().all():
+                raise ValueError(f"{name} has a value that is not finite")
         run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         save_model(run, log.folder)
         log.write_plot_and_card()

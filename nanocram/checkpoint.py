@@ -9,13 +9,6 @@ import torch
 from nanocram.safety import first_line, write_beside
 
 
-def check_finite(model):
-    """Raise ValueError if a weight is not finite: nothing should be saved."""
-    for name, p in model.named_parameters():
-        if not torch.isfinite(p).all():
-            raise ValueError(f"{name} has a value that is not finite")
-
-
 def save(run, path, optimizer_name):
     """Write a train.Run to path; raises ValueError if State cannot be read again, or OSError."""
     ckpt = {

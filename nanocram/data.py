@@ -7,7 +7,6 @@ import hashlib
 import json
 import shlex
 import sys
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ IGNORE = -100  # the label of a position that does not count, as in torch and tr
 
 def load_meta(folder, **wanted):
     """meta.json of a data set as a dict; exits if the set is unfinished or has other values."""
-    folder = Path(folder)
     again = f"run python prepare.py {shlex.quote(f'--data_dir={folder}')} (and your flags)"
     if not (folder / "meta.json").exists():
         sys.exit(f"{folder.absolute() / 'meta.json'} not found: {again}")
@@ -172,7 +170,6 @@ def batches_by_length(length, size, seed):
     rows = rng.permutation(len(length))
     rows = rows[: max(size, len(rows) // size * size)]
     pool_size = size * min(64, max(1, len(rows) // size // 8))
-    pools = [rows[i : i + pool_size] for i in range(0, len(rows), pool_size)]
-    rows = np.concatenate([pool[np.argsort(length[pool], kind="stable")] for pool in pools])
+    rows = rows[np.lexsort((length[rows], np.arange(len(rows)) // pool_size))]  # pool by pool
     batches = np.split(rows, range(size, len(rows), size))
     return [batches[i] for i in rng.permutation(len(batches))]

@@ -19,13 +19,6 @@ def prepare_compiler(n_shapes):
     torch._dynamo.config.suppress_errors = False  # whatever the environment says
 
 
-def warn_if_not_compiled():
-    """Behind the first passes: say what keeps torch from compiling."""
-    if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
-        names = ", ".join(name for name in os.environ if "TORCH" in name and "DISABLE" in name)
-        print(f"WARNING: torch compiles nothing: unset {names or 'a switch'}, or --compile=False")
-
-
 @contextlib.contextmanager
 def compile_errors():
     """Around passes: exit in one line if torch cannot compile them, or does so in each step."""
@@ -40,18 +33,14 @@ def compile_errors():
         sys.exit(f"torch.compile fails here ({why}): mend that, or type --compile=False")
 
 
-def later_memory(run):
-    """Tensors like what later steps take: optimisers' states, sums over ranks."""
-    copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)  # a resume has the states
-    return [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
-
-
 def try_passes(run, take_passes, rows):
     """What take_passes() returns, or None if memory runs out; what it took is freed."""
     seconds = held = None
     before = [buffer.clone() for buffer in run.model.buffers()]  # a BatchNorm's passes change them
     try:
-        held = later_memory(run)
+        # like what later steps take: sums over ranks, optimisers' states, which a resume has
+        copies = (parallel.WORLD_SIZE > 1) + (0 if run.state.step else 2)
+        held = [torch.empty_like(p) for p in run.model.parameters() for _ in range(copies)]
         with compile_errors():
             seconds = take_passes(run, rows)
     except Exception as e:
@@ -99,6 +88,9 @@ def find_micro_batch(run, take_passes, rows, largest, signals):
         run.state.oom_micro_batch = run.micro_batch
         torch.compiler.reset()  # drop the graphs of the larger size
 
+    if run.settings["compile"] and not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        names = ", ".join(name for name in os.environ if "TORCH" in name and "DISABLE" in name)
+        print(f"WARNING: torch compiles nothing: unset {names or 'a switch'}, or --compile=False")
     on_one_gpu = run.device.type == "cuda" and parallel.WORLD_SIZE == 1
     # larger passes brought an H100 6 %: in a short budget a second compilation costs more
     pays_off = 50 * (run.clock.elapsed() - run.state.elapsed) < run.clock.left()

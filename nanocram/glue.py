@@ -13,7 +13,7 @@ from filelock import FileLock
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from nanocram.card import write_card
+from nanocram.facts import write_card
 from nanocram.safety import first_line, write_text
 
 
@@ -203,8 +203,7 @@ def table_row(name, tasks):
             cells[heading] = f"{medians[-1]:.1f}{'*' if flaws(tasks[task]) else ''}"
     star = "*" if "*" in "".join(cells.values()) else ""
     mean = f"{np.mean(medians):.1f}{star}" if medians else "–"
-    if len(medians) < 9:
-        mean += f" ({len(medians)} of 9)"
+    mean += f" ({len(medians)} of 9)" * (len(medians) < 9)
     return [f"{name}; seeds: {seeds}", *cells.values(), mean]
 
 

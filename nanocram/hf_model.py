@@ -2,8 +2,6 @@
 and of model.py, which transformers runs once a user has typed trust_remote_code=True.
 """
 
-from collections import OrderedDict
-
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, modeling_outputs
@@ -107,8 +105,9 @@ class NanocramForTokenClassification(NanocramModel):
     output = modeling_outputs.TokenClassifierOutput
 
     def build(self, masked_lm):
-        linear = nn.Linear(self.config.hidden_size, self.config.num_labels)
-        init_weights(self.config.hidden_size)(linear)
-        drop = nn.Dropout(self.config.classifier_dropout)
-        masked_lm.decoder = nn.Sequential(OrderedDict(drop=drop, classifier=linear))
+        c = self.config
+        head = nn.Sequential(
+            nn.Dropout(c.classifier_dropout), nn.Linear(c.hidden_size, c.num_labels)
+        )
+        masked_lm.decoder = head.apply(init_weights(c.hidden_size))
         return masked_lm

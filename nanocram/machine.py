@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import math
 import os
 import platform
 import re
@@ -74,7 +73,7 @@ def native_bf16(device):
 
 def free_host_bytes():
     """Bytes of free memory in the host; infinite where the system does not tell."""
-    free = math.inf
+    free = torch.inf
     with contextlib.suppress(OSError, TypeError):
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     with contextlib.suppress(OSError, ValueError):  # a container without a limit says "max"

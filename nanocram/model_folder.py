@@ -1,43 +1,34 @@
-"""The model folder: config.json and model.safetensors, which transformers loads. Where the model
-computes what a ModernBERT does it is one, and runs no code of ours; any other one carries model.py,
-and hf_model.py, which puts transformers' classes around it.
+"""The model folder: config.json and model.safetensors, which transformers loads. It is a ModernBERT
+where the model surely is one; any other folder carries model.py, and hf_model.py, which puts the
+classes of transformers around it.
 
     python -c "from nanocram import model_folder; print(model_folder.load('out/tiny').config)"
 """
 
-import functools
+import hashlib
 import json
-import runpy
+import re
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from model import ROPE_THETA, MaskedLM, ModelConfig
-from nanocram.edits import small_model
-from nanocram.machine import float32_products
 from nanocram.safety import say_once, write_beside, write_text
 
-# The code that a folder may carry, as this process has it: somebody may edit model.py meanwhile.
-HERE = Path(__file__).parent
-FILES = HERE.parent / "model.py", HERE / "hf_model.py"
-CODE = {path.name: path.read_text("utf-8") for path in FILES}
-AUTO_MAP = {
-    "AutoConfig": "hf_model.NanocramConfig",
-    "AutoModel": "hf_model.NanocramModel",
-    "AutoModelForMaskedLM": "hf_model.NanocramForMaskedLM",
-    "AutoModelForSequenceClassification": "hf_model.NanocramForSequenceClassification",
-    "AutoModelForTokenClassification": "hf_model.NanocramForTokenClassification",
-}
-# Fields that it has in common with a ModernBERT.
-SHARED = (
-    "dtype vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings"
-)
+# What a folder carries where the model is no ModernBERT: its classes for transformers, and the code
+# as this process has it, for somebody may edit model.py meanwhile.
+KINDS = "Config Model ForMaskedLM ForSequenceClassification ForTokenClassification".split()
+AUTO_MAP = {f"Auto{x.replace('For', 'ModelFor')}": f"hf_model.Nanocram{x}" for x in KINDS}
+FOLDER = Path(__file__).parent
+CODE = {"hf_model.py": (FOLDER / "hf_model.py").read_text("utf-8")}
+CODE["model.py"] = (FOLDER.parent / "model.py").read_text("utf-8")
+# computing() of the model.py that tests/test_model_folder.py found to be a ModernBERT
+MODERNBERT = "5195fd7289f25da0"
 # Its matrices that are several here: Muon orthogonalises each by itself.
 JOINED = {".Wqkv.": (".Wq.", ".Wk.", ".Wv."), ".Wi.": (".Wi.", ".Wg.")}
 
@@ -75,76 +66,25 @@ def modernbert_config(c):
     }
 
 
-def modernbert_logits(tensors, c, ids, mask):
-    """The logits (B, T, V) of a ModernBERT (arXiv 2412.13663) of the sizes of c, a ModelConfig, for
-    tokens and attention_mask (B, T). It takes what it reads out of tensors, {our name: tensor}, and
-    raises KeyError, RuntimeError or AssertionError if one is missing or of another shape."""
-
-    def linear(x, name, size, bias):
-        bias = tensors.pop(f"{name}.bias") if bias else None
-        y = F.linear(x, tensors.pop(f"{name}.weight"), bias)
-        assert y.shape[-1] == size, name
-        return y
-
-    def norm(x, name):
-        bias = tensors.pop(f"{name}.bias") if c.norm_bias else None
-        return F.layer_norm(x, (c.n_embd,), tensors.pop(f"{name}.weight"), bias, c.norm_eps)
-
-    frequency = ROPE_THETA ** -torch.arange(0, 1, 2 * c.n_head / c.n_embd, dtype=torch.float64)
-    angles = torch.outer(torch.arange(ids.shape[1]), frequency)  # (T, D / 2)
-    turn = torch.polar(torch.ones_like(angles), angles)
-
-    def turned(x):  # each pair of channels is a complex number
-        z = torch.complex(*x.chunk(2, -1)) * turn
-        return torch.cat((z.real, z.imag), -1)
-
-    table = tensors.pop("model.embeddings.tok_embeddings.weight")
-    x = norm(table[ids], "model.embeddings.norm")  # (B, T, C)
-    for i in range(c.n_layer):
-        layer = f"model.layers.{i}"
-        h = norm(x, f"{layer}.attn_norm") if i else x
-        biases = {"Wq": c.query_bias, "Wk": c.query_bias, "Wv": c.linear_bias}
-        qkv = (linear(h, f"{layer}.attn.{name}", c.n_embd, bias) for name, bias in biases.items())
-        q, k, v = (y.unflatten(-1, (c.n_head, -1)).transpose(1, 2) for y in qkv)  # (B, H, T, D)
-        y = F.scaled_dot_product_attention(turned(q), turned(k), v, mask[:, None, None].bool())
-        x = x + linear(y.transpose(1, 2).flatten(2), f"{layer}.attn.Wo", c.n_embd, c.linear_bias)
-        h = norm(x, f"{layer}.mlp_norm")
-        h, gate = (
-            linear(h, f"{layer}.mlp.{name}", c.n_inner, c.linear_bias) for name in ("Wi", "Wg")
-        )
-        x = x + linear(F.gelu(h) * gate, f"{layer}.mlp.Wo", c.n_embd, c.linear_bias)
-    x = norm(x, "model.final_norm")
-    if c.head_transform:
-        x = norm(F.gelu(linear(x, "head.dense", c.n_embd, c.head_bias)), "head.norm")
-    return F.linear(x, table, tensors.pop("decoder.bias") if c.decoder_bias else None)
-
-
-@functools.cache
-@torch.no_grad()
-@float32_products("highest")
-def modernbert_names(fields):
-    """Names of the parameters of a MaskedLM with these fields of ModelConfig, if a small one of the
-    same code has the tensors and the logits of modernbert_logits(); else []."""
-    config = ModelConfig(**dict(fields))
-    model, ids, _ = small_model(config, min(1024, config.max_seq_len))
-    model, ids = model.double(), ids[:1]
-    mask = (torch.arange(ids.shape[1])[None] < 0.75 * ids.shape[1]).long()
-    tensors = dict(model.named_parameters())
-    names = [*tensors]
-    try:
-        wanted = modernbert_logits(tensors, model.config, ids, mask)
-    except (KeyError, RuntimeError, AssertionError):
-        return []
-    difference = (model(ids, attention_mask=mask) - wanted)[mask == 1]
-    # the angles are in float32
-    is_equal = not tensors and difference.norm() < 1e-5 * wanted.norm()
-    return names if is_equal else []
+def computing(code):
+    """A hash of a model.py, but for comments, docstrings, ModelConfig and make_loss()."""
+    others = r'(FOR_TRAINING|class ModelConfig|def make_loss).*?\n\n\n|""".*?"""|#[^\n]*'
+    code = re.sub(others, "", code, flags=re.DOTALL)
+    return hashlib.sha256(re.sub(r"\s+\n", "\n", code).encode()).hexdigest()[:16]
 
 
 def is_modernbert(model):
-    """Whether a MaskedLM computes what a ModernBERT of its sizes does, whatever its code says."""
-    names = [name for name, _ in model.named_parameters()]  # one, where two layers share it
-    return names == modernbert_names(tuple(asdict(model.config).items()))
+    """Whether a MaskedLM surely is a ModernBERT: by its code, its switches and its parameters."""
+    c = model.config
+    native = {"activation": "geglu", "position_embedding": "rope", "embedding_norm": True}
+    native |= {"final_norm": True, "first_attn_norm": False, "post_norm": False, "token_types": 0}
+    native |= {"token_values": False, "n_narrow": min(c.n_narrow, 1)}  # one changes nothing
+    if computing(CODE["model.py"]) != MODERNBERT or replace(c, **native) != c:
+        return False
+    with torch.device("meta"):  # which takes no memory
+        fresh = MaskedLM(c)
+    shapes, wanted = ({n: p.shape for n, p in m.named_parameters()} for m in (model, fresh))
+    return shapes == wanted
 
 
 def save(model, folder, **facts):
@@ -159,7 +99,8 @@ def save(model, folder, **facts):
         weights = to_folder_keys(weights, model.config)
     else:
         weights = {f"net.{key}": tensor for key, tensor in weights.items()}
-        config = {name: config[name] for name in SHARED.split()}
+        shared = "vocab_size hidden_size num_hidden_layers num_attention_heads"
+        config = {name: config[name] for name in (*shared.split(), "max_position_embeddings")}
         config |= {"model_type": "nanocram", "architectures": ["NanocramForMaskedLM"]}
         # pipelines of transformers 4 ask for the class of the tokenizer
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": AUTO_MAP}
@@ -185,27 +126,22 @@ def save(model, folder, **facts):
     write_beside(folder / "model.safetensors", write)
 
 
-def load(folder, device="cpu", trust_remote_code=False):
-    """The MaskedLM in folder, evaluating; computed by this model.py, or by the one that the folder
-    carries, if that is trusted. Raises ValueError: what is wrong."""
+def load(folder, device="cpu"):
+    """The MaskedLM in folder, by the model.py here, evaluating; raises ValueError."""
     folder = Path(folder)
-    code = {"ModelConfig": ModelConfig, "MaskedLM": MaskedLM}
     try:
         spec = json.loads((folder / "config.json").read_text("utf-8"))
         state = load_file(folder / "model.safetensors")
-        if "nanocram" not in spec or any("classifier." in key for key in state):
+        if "nanocram" not in spec or not spec["architectures"][0].endswith("ForMaskedLM"):
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
-        if "auto_map" in spec and trust_remote_code:
-            code = runpy.run_path(str(folder / "model.py"))
-        elif "auto_map" in spec and (folder / "model.py").read_text("utf-8") != CODE["model.py"]:
+        if "auto_map" in spec and (folder / "model.py").read_text("utf-8") != CODE["model.py"]:
             say_once(
                 f"WARNING: {folder} has a model.py of its own, and this one computes its model"
             )
-        config = code["ModelConfig"](**spec["nanocram"])
-        model = code["MaskedLM"](config)
+        model = MaskedLM(ModelConfig(**spec["nanocram"]))
         state = {key.removeprefix("net."): tensor for key, tensor in state.items()}
         if spec["model_type"] == "modernbert":
-            state = from_folder_keys(state, config)
+            state = from_folder_keys(state, model.config)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
     except Exception as e:  # there are many ways to be broken

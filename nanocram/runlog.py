@@ -6,7 +6,6 @@ import contextlib
 import csv
 import gc
 import io
-import itertools
 from pathlib import Path
 
 from nanocram.safety import extra, write_beside, write_text
@@ -34,7 +33,7 @@ def read_log(folder):
 def write_log(folder, lines):
     """Write log.csv, numbers with 6 digits; return True, or None where that failed."""
     text = io.StringIO()
-    columns = dict.fromkeys(itertools.chain(COLUMNS, *lines))
+    columns = {name: None for names in (COLUMNS, *lines) for name in names}
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     for line in lines:

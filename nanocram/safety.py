@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import signal
 import sys
@@ -68,7 +67,7 @@ def move_aside(folder):
     logged = "log.csv" in names and (folder / "log.csv").read_text("utf-8").count("\n") > 2
     if names <= {"run.json", "tokenizer.json", "tokenizer_config.json", "log.csv"} and not logged:
         return
-    places = (folder.with_name(f"{folder.name}.{n}") for n in itertools.count(1))
+    places = (folder.with_name(f"{folder.name}.{n}") for n in range(1, sys.maxsize))
     aside = next(path for path in places if not path.exists())
     try:
         folder.rename(aside)

@@ -8,7 +8,6 @@ import ast
 import contextlib
 import difflib
 import functools
-import math
 import os
 import signal
 import sys
@@ -100,8 +99,7 @@ def assign(namespace, values):
 def adopt(namespace, values, path):
     """Set settings as what is at path has them; exits if a flag says otherwise."""
     other = {name: value for name, value in values.items() if value != namespace[name]}
-    flags = [f"--{name}={value}" for name, value in other.items() if name in typed]
-    if flags:
+    if flags := [f"--{name}={value}" for name, value in other.items() if name in typed]:
         sys.exit(f"{path} has other values: type {' '.join(flags)}, or leave these out")
     for name, value in other.items():
         print(f"{name} = {value!r}, as {path} has it")
@@ -126,7 +124,7 @@ def check(namespace, allowed):
             else:
                 least, most = values
                 holds = least <= value <= most
-                wanted = f"{least} or more" if most == math.inf else f"{least} to {most}"
+                wanted = f"{least} or more" if most == float("inf") else f"{least} to {most}"
             if not holds:
                 sys.exit(f"{name}={value} cannot work: type {wanted}")
 

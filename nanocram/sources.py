@@ -5,7 +5,6 @@ import gzip
 import io
 import itertools
 import json
-import os
 import re
 from pathlib import Path
 
@@ -46,7 +45,7 @@ def hub_files(name):
     files = [str(file) for file in splits["train"]]
     if unknown := [file for file in files if not file_kind(file)]:
         raise ValueError(f"{unknown[0]} is of no kind that is read")
-    folders = {os.path.dirname(file) for file in files}
+    folders = {file.rpartition("/")[0] for file in files}
     sizes = {HUB + entry["name"]: entry["size"] for name in folders for entry in fs.ls(name)}
     return [[file, sizes.get(file, 0)] for file in files]
 

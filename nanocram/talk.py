@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 
 from nanocram import runlog
-from nanocram.card import write_card
 from nanocram.data import fill_masks
-from nanocram.facts import measure_facts, note_changes, read_facts
+from nanocram.facts import measure_facts, note_changes, read_facts, write_card
 from nanocram.model_folder import is_modernbert
 from nanocram.safety import Bar, extra, first_line, move_aside, say, write_text
 from nanocram.tokenizer import copy_tokenizer

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from model import gather_positions
 from nanocram import model_folder
 from nanocram.tokenizer import CLS, MASK, SEP, Tokenizer
 
@@ -47,9 +48,19 @@ def score(model, texts, device):
     return scores
 
 
+def load(folder, device, trust_remote_code):
+    """A function of ids (B, T) and positions (B, K) to logits (B, K, V)."""
+    if not trust_remote_code:
+        return model_folder.load(folder, device)
+    from transformers import AutoModelForMaskedLM
+
+    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).to(device).eval()
+    return lambda ids, positions: gather_positions(model(ids).logits, positions)
+
+
 def accuracies(folder, pairs, device, trust_remote_code):
     """{set: share of its pairs whose right sentence is at least as likely}, of a model folder."""
-    model = model_folder.load(folder, device, trust_remote_code)
+    model = load(folder, device, trust_remote_code)
     tokenizer = Tokenizer(Path(folder) / "tokenizer.json")
     texts = [pair[key] for pair in pairs for key in ("sentence_good", "sentence_bad")]
     ids = [[CLS, *tokenizer.encode(text).tolist(), SEP] for text in texts]

@@ -14,7 +14,7 @@ from conftest import PLOT, SMALL_MODEL, begin, prepare, put, result, typed, wait
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from nanocram import card, machine, runlog
+from nanocram import facts, machine, runlog
 from nanocram.data import fill_masks, held_out
 from nanocram.model_folder import load
 from nanocram.runlog import read_log
@@ -77,11 +77,11 @@ def test_a_run_leaves_what_it_promises(finished, data_dir, tmp_path):
         assert wanted in text
     # whoever takes our line out of the front matter keeps their edits; others are written anew
     path.write_text(text.replace("license: other", "license: mit"))
-    card.write_card(out, "| GLUE | RTE |\n| --- | ---: |\n| x | 51.2 |")
+    facts.write_card(out, "| GLUE | RTE |\n| --- | ---: |\n| x | 51.2 |")
     assert "| x | 51.2 |" in path.read_text() and "license: mit" not in path.read_text()
     edited = "".join(line for line in text.splitlines(True) if "written anew" not in line)
     path.write_text(edited)
-    card.write_card(out)
+    facts.write_card(out)
     assert path.read_text() == edited
 
 

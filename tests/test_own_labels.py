@@ -91,9 +91,8 @@ def test_own_labels(tmp_path, data_dir, sentences, own_code):
     n_longer = sum(len(tokenizer(text)["input_ids"]) > 32 for text, _ in rows)
     assert f"{n_longer} of 220 texts have more than 32 tokens" in said
 
-    pipe = transformers.pipeline(
-        "text-classification", str(out), truncation=True, trust_remote_code=own_code
-    )
+    how = {"truncation": True, "trust_remote_code": own_code}
+    pipe = transformers.pipeline("text-classification", str(out), **how)
     dev = [row for row in rows if is_held_out("".join(row[0].lower().split()), 0.1)]
     texts, labels = zip(*dev, strict=True)
     answers = [pipe(text)[0]["label"] for text in texts]

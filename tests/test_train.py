@@ -17,7 +17,7 @@ import torch
 from conftest import PLOT, ROOT, error, new_run, put
 
 import train as module
-from nanocram import facts, fit, machine, runlog, safety
+from nanocram import facts, machine, runlog, safety
 from nanocram.tokenizer import CLS, MASK
 
 STALLS = [("step", 0), ("step", 3), ("eval", 1), ("save", 0), ("save", 1)]
@@ -412,7 +412,6 @@ def test_a_gpu_with_room_takes_more_rows(train, setting, monkeypatch):
     others = "empty_cache", "reset_peak_memory_stats", "set_per_process_memory_fraction"
     for name in (*stubs, *others):
         monkeypatch.setattr(torch.cuda, name, Mock(return_value=stubs.get(name)))
-    monkeypatch.setattr(fit, "later_memory", lambda run: [])
     run = new_run()
     run.device = SimpleNamespace(type="cuda")
 

@@ -24,7 +24,7 @@ seeds = 5                  # fine-tunings of each task: fresh layers, dropout, o
 first_seed = 0             # number of the first one: other processes may do others, for one table
 epochs = 5                 # passes over a task's training data
 baseline = ""              # fine-tune something else for comparison: scratch | hf:PATH_OR_NAME
-trust_remote_code = False  # run the code that its folder carries
+trust_remote_code = False  # with hf: run the code that the folder carries
 glue_batch = 16            # rows per optimiser step
 glue_lr = 4e-5             # peak learning rate of AdamW
 glue_warmup = 0.1          # share of the steps in which it rises
@@ -82,6 +82,8 @@ class Ours:
         self.max_seq_len = self.pretrained.config.max_seq_len
         self.scratch = scratch
         self.name = Path(folder).resolve().name + (" without pre-training" if scratch else "")
+        if (code := model_folder.hash_of_code()) != model_folder.MODERNBERT:
+            self.name += f" by model.py {code[:6]}"  # an edited one computes another model
         self.weights = "" if scratch else fingerprint(self.pretrained)
 
     def encode(self, texts):
@@ -120,9 +122,9 @@ class HuggingFace:
             self.tokenizer.model_max_length = glue_seq_len
             net, info = self.load(2)
         except Exception as e:  # no network, no such model: each raises something else
-            if "trust_remote_code" in str(e):
-                sys.exit(f"{name} carries code: read it, then type --trust_remote_code=True")
-            sys.exit(f"transformers cannot load {name}: {safety.first_line(e)}")
+            hint = "read its code, then type --trust_remote_code=True"
+            why = hint if "trust_remote_code" in str(e) else safety.first_line(e)
+            sys.exit(f"transformers cannot load {name}: {why}")
         self.weights = fingerprint(net.base_model)
         self.max_seq_len = getattr(net.config, "max_position_embeddings", 0)
         self.pad = self.tokenizer.pad_token_id

@@ -477,7 +477,7 @@ class Run:
         else:
             self.model = computes = MaskedLM(model_config()).to(dev)
         # a tenth fewer bytes to move, no difference in three pairs of runs (results/race_day.csv)
-        if dev.type == "cuda" and amp_dtype == torch.bfloat16 and not post_norm:
+        if dev.type == "cuda" and amp_dtype == torch.bfloat16:
             self.model.model.residual_dtype = torch.bfloat16
         self.log_frequencies = log_frequencies(rows, vocab_size)
         if frequency_bias and decoder_bias:  # a checkpoint or model folder has its own

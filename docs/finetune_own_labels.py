@@ -229,7 +229,7 @@ f1 = f1_score(labels, answers, average="macro", zero_division=0)
 print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows")
 if hits <= max(bag_hits, always):
     print("WARNING: that is no better than without a BERT: take the bag, or train longer")
-trust = ", trust_remote_code=True" if hasattr(config, "auto_map") else ""
+trust = ", trust_remote_code=True" * (trusted["trust_remote_code"] and hasattr(config, "auto_map"))
 print(f"""To use it:
 import transformers
 transformers.pipeline("text-classification", {str(out)!r}, truncation=True{trust})("A text.")

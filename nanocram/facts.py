@@ -86,7 +86,7 @@ Its last run had {last["step"]:,} steps on {facts["processes"]} × {facts["devic
 
 ```python
 from transformers import pipeline
-fill = pipeline("fill-mask", model="{name}"{trust})
+fill = pipeline("fill-mask", model="{name}"{trust})  # the path of this folder, or YOU/NAME
 ```
 
 {glue_table}

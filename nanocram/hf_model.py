@@ -1,37 +1,36 @@
-"""Any model.py in transformers. The folder of a model that is no ModernBERT has a copy of this file
-and of model.py, which transformers runs once a user has typed trust_remote_code=True.
+"""Classes of transformers around model.py. The folder of a model that is no ModernBERT has a copy
+of both files, which transformers runs once a user has typed trust_remote_code=True.
 """
+
+import sys
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, modeling_outputs
 from transformers.utils import can_return_tuple
 
+# transformers 4 would take that of a folder of the same name
+sys.modules.pop(f"{__package__}.model", None)
 from .model import Classifier, MaskedLM, ModelConfig, init_weights
 
 
 class NanocramConfig(PretrainedConfig):
-    """The folder's config.json; its nanocram has the fields of ModelConfig."""
-
-    model_type = "nanocram"
+    model_type = "nanocram"  # config.json has the fields of ModelConfig by this name, too
     classifier_pooling = "cls"  # or mean
     classifier_dropout = 0.1
 
 
 class NanocramModel(PreTrainedModel):
-    """Hidden states (B, T, C). Classes with a head build on this one; all have a module of model.py
-    in net."""
-
     config_class = NanocramConfig
     base_model_prefix = "net"
-    output = modeling_outputs.BaseModelOutput
+    output = modeling_outputs.BaseModelOutput  # hidden states (B, T, C)
     _supports_sdpa = True
 
     def __init__(self, config):
         super().__init__(config)
         sizes = ModelConfig(**config.nanocram | {"vocab_size": config.vocab_size})
         with torch.device("cpu"):  # not on "meta": tables of positions are in no file
-            self.net = self.build(MaskedLM(sizes))
+            self.net = self.build(MaskedLM(sizes)).to(torch.get_default_dtype())
         self.tables = {m: dict(m.named_buffers(recurse=False)) for m in self.net.modules()}
         self.post_init()
 
@@ -42,8 +41,9 @@ class NanocramModel(PreTrainedModel):
     @can_return_tuple
     def forward(self, input_ids, attention_mask=None, token_type_ids=None, labels=None):
         """Of tokens (B, T); attention_mask (B, T) is 0 at padding."""
-        net = self.net.model if type(self) is NanocramModel else self.net
+        net = self.net.model if self.output is modeling_outputs.BaseModelOutput else self.net
         found = net(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+        found = found[0] if isinstance(found, tuple) else found  # a second head's, in training
         if labels is None:
             return self.output(found) if net is not self.net else self.output(logits=found)
         given = {"logits": found, "pooled_logits": found, "labels": labels, "config": self.config}
@@ -55,15 +55,28 @@ class NanocramModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Make what the folder lacks: a new head, and tables, which transformers 5 empties."""
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-        init_weights(self.config.hidden_size)(module)
-        for name in module._non_persistent_buffers_set:
+        """Make what the folder lacks as in a fresh model: a head, tables that version 5 empties."""
+        for name in module._non_persistent_buffers_set & self.tables.get(module, {}).keys():
             module.get_buffer(name).copy_(self.tables[module][name])
+        names = [name for name, m in self.named_modules() if m is module]
+        if not names:  # a table that was made larger
+            return init_weights(self.config.hidden_size)(module)
+        own, mark = module.named_parameters(recurse=False), "_is_hf_initialized"
+        lacking = {name: p for name, p in own if not hasattr(p, mark)}
+        # version 4.51 marks none: of a module with a new head other parameters may have been there
+        marks = hasattr(self.get_input_embeddings().weight, mark)
+        if lacking and (marks or hasattr(module, "reset_parameters")):
+            fresh = type(self)(self.config).get_submodule(names[0])
+            for name, p in lacking.items():
+                p.copy_(fresh.get_parameter(name))
 
     @property
-    def base_model(self):  # without the head, which whoever freezes it trains
+    def _tied_weights_keys(self):  # an edit may use a layer twice
+        first, named = {}, self.named_parameters(remove_duplicate=False)
+        return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
+
+    @property
+    def base_model(self):  # without the head, so that to freeze this leaves the head to train
         return self.net.model
 
     def get_input_embeddings(self):
@@ -74,10 +87,7 @@ class NanocramModel(PreTrainedModel):
 
 
 class NanocramForMaskedLM(NanocramModel):
-    """Logits (B, T, V)."""
-
-    output = modeling_outputs.MaskedLMOutput
-    _tied_weights_keys = {"net.decoder.weight": "net.model.embeddings.tok_embeddings.weight"}  # noqa: RUF012
+    output = modeling_outputs.MaskedLMOutput  # logits (B, T, V)
 
     def build(self, masked_lm):
         return masked_lm
@@ -90,9 +100,7 @@ class NanocramForMaskedLM(NanocramModel):
 
 
 class NanocramForSequenceClassification(NanocramModel):
-    """Logits (B, num_labels)."""
-
-    output = modeling_outputs.SequenceClassifierOutput
+    output = modeling_outputs.SequenceClassifierOutput  # logits (B, num_labels)
 
     def build(self, masked_lm):
         c = self.config
@@ -100,14 +108,10 @@ class NanocramForSequenceClassification(NanocramModel):
 
 
 class NanocramForTokenClassification(NanocramModel):
-    """Logits (B, T, num_labels)."""
-
-    output = modeling_outputs.TokenClassifierOutput
+    output = modeling_outputs.TokenClassifierOutput  # logits (B, T, num_labels)
 
     def build(self, masked_lm):
         c = self.config
-        head = nn.Sequential(
-            nn.Dropout(c.classifier_dropout), nn.Linear(c.hidden_size, c.num_labels)
-        )
-        masked_lm.decoder = head.apply(init_weights(c.hidden_size))
+        linear = nn.Linear(c.hidden_size, c.num_labels).apply(init_weights(c.hidden_size))
+        masked_lm.decoder = nn.Sequential(nn.Dropout(c.classifier_dropout), linear)
         return masked_lm

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,11 +24,10 @@ from nanocram.safety import say_once, write_beside, write_text
 # as this process has it, for somebody may edit model.py meanwhile.
 KINDS = "Config Model ForMaskedLM ForSequenceClassification ForTokenClassification".split()
 AUTO_MAP = {f"Auto{x.replace('For', 'ModelFor')}": f"hf_model.Nanocram{x}" for x in KINDS}
-FOLDER = Path(__file__).parent
-CODE = {"hf_model.py": (FOLDER / "hf_model.py").read_text("utf-8")}
-CODE["model.py"] = (FOLDER.parent / "model.py").read_text("utf-8")
-# computing() of the model.py that tests/test_model_folder.py found to be a ModernBERT
-MODERNBERT = "5195fd7289f25da0"
+CODE = {"hf_model.py": Path(__file__).with_name("hf_model.py").read_text("utf-8")}
+CODE["model.py"] = Path(sys.modules["model"].__file__).read_text("utf-8")
+# hash_of_code() of the model.py that tests/test_model_folder.py found to be a ModernBERT
+MODERNBERT = "bab131c3f0b62c91"
 # Its matrices that are several here: Muon orthogonalises each by itself.
 JOINED = {".Wqkv.": (".Wq.", ".Wk.", ".Wv."), ".Wi.": (".Wi.", ".Wg.")}
 
@@ -66,25 +65,21 @@ def modernbert_config(c):
     }
 
 
-def computing(code):
-    """A hash of a model.py, but for comments, docstrings, ModelConfig and make_loss()."""
-    others = r'(FOR_TRAINING|class ModelConfig|def make_loss).*?\n\n\n|""".*?"""|#[^\n]*'
+def hash_of_code(code=CODE["model.py"]):
+    """A hash of a model.py, but for comments, docstrings, fields of ModelConfig and make_loss()."""
+    others = r'def make_loss\(.*?\n(?=\S)|""".*?"""|(#|\nFOR_TRAINING =|\n    \w+: \w+)[^\n]*'
     code = re.sub(others, "", code, flags=re.DOTALL)
     return hashlib.sha256(re.sub(r"\s+\n", "\n", code).encode()).hexdigest()[:16]
 
 
-def is_modernbert(model):
-    """Whether a MaskedLM surely is a ModernBERT: by its code, its switches and its parameters."""
-    c = model.config
+def not_native(c):
+    """Why a MaskedLM of this ModelConfig is not surely a ModernBERT; '' where it is one."""
     native = {"activation": "geglu", "position_embedding": "rope", "embedding_norm": True}
     native |= {"final_norm": True, "first_attn_norm": False, "post_norm": False, "token_types": 0}
     native |= {"token_values": False, "n_narrow": min(c.n_narrow, 1)}  # one changes nothing
-    if computing(CODE["model.py"]) != MODERNBERT or replace(c, **native) != c:
-        return False
-    with torch.device("meta"):  # which takes no memory
-        fresh = MaskedLM(c)
-    shapes, wanted = ({n: p.shape for n, p in m.named_parameters()} for m in (model, fresh))
-    return shapes == wanted
+    wrong = [f"{name}={getattr(c, name)}" for name in native if getattr(c, name) != native[name]]
+    wrong += ["an edited model.py"] * (hash_of_code() != MODERNBERT)
+    return ", ".join(wrong)
 
 
 def save(model, folder, **facts):
@@ -95,7 +90,7 @@ def save(model, folder, **facts):
     config = modernbert_config(model.config)
     if is_tied := "decoder.weight" not in dict(model.named_parameters()):
         del weights["decoder.weight"]
-    if is_modernbert(model):
+    if not not_native(model.config):
         weights = to_folder_keys(weights, model.config)
     else:
         weights = {f"net.{key}": tensor for key, tensor in weights.items()}
@@ -132,12 +127,12 @@ def load(folder, device="cpu"):
     try:
         spec = json.loads((folder / "config.json").read_text("utf-8"))
         state = load_file(folder / "model.safetensors")
-        if "nanocram" not in spec or not spec["architectures"][0].endswith("ForMaskedLM"):
+        kind = spec.get("architectures", ["NanocramForMaskedLM"])[0]  # older folders have none
+        if "nanocram" not in spec or not kind.endswith("ForMaskedLM"):
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
-        if "auto_map" in spec and (folder / "model.py").read_text("utf-8") != CODE["model.py"]:
-            say_once(
-                f"WARNING: {folder} has a model.py of its own, and this one computes its model"
-            )
+        own = folder / "model.py"
+        if (hash_of_code(own.read_text("utf-8")) if own.exists() else MODERNBERT) != hash_of_code():
+            say_once(f"WARNING: {folder} is by another model.py: undo edits, or use transformers")
         model = MaskedLM(ModelConfig(**spec["nanocram"]))
         state = {key.removeprefix("net."): tensor for key, tensor in state.items()}
         if spec["model_type"] == "modernbert":

@@ -141,9 +141,8 @@ def json_rows(file, path, types):
             yield [check_type(record.get(name), name, types[name]) for name in types]
         except json.JSONDecodeError as e:
             why = f"line {number}, column {e.colno} is no whole object: {e.msg}"
-            if e.pos == len(e.doc):
-                why += "; if it goes on in the next line, type jq -c . OLD > NEW.jsonl"
-            raise ValueError(why) from None
+            hint = "; if it goes on in the next line, type jq -c . OLD > NEW.jsonl"
+            raise ValueError(why + hint * (e.pos == len(e.doc))) from None
         except ValueError as e:
             raise ValueError(f"{'record' if is_list else 'line'} {number}: {e}") from None
 

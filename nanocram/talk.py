@@ -8,7 +8,7 @@ from pathlib import Path
 from nanocram import runlog
 from nanocram.data import fill_masks
 from nanocram.facts import measure_facts, note_changes, read_facts, write_card
-from nanocram.model_folder import is_modernbert
+from nanocram.model_folder import not_native
 from nanocram.safety import Bar, extra, first_line, move_aside, say, write_text
 from nanocram.tokenizer import copy_tokenizer
 
@@ -39,8 +39,8 @@ def begin_log(run):
     millions, mflops = facts["parameters"] / 1e6, run.flops_per_token / 1e6
     speed = f"multiplies matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:.2f} TFLOP/s"
     say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {facts['device']} {speed}")
-    if not is_modernbert(run.model):
-        say("this is no ModernBERT: transformers reads its folder with trust_remote_code=True")
+    if why := not_native(run.model.config):
+        say(f"with {why} this is no ModernBERT: transformers needs trust_remote_code=True")
     return log
 
 

@@ -7,7 +7,7 @@ A sentence's score is the sum of its tokens' log-probabilities, each hidden in i
 al., arXiv 1910.14659), as BabyLM's pipeline has it, ties for the right one included. It prints the
 accuracy of each field, in percent, and the mean over the 67 sets, all weighted equally.
 
---trust_remote_code=True computes a folder that carries a model.py by that one, not by this clone's.
+--trust_remote_code=True uses the model.py in a folder instead of this clone's.
 """
 
 import json
@@ -76,6 +76,8 @@ def main():
         sys.exit(__doc__)
     flag = "--trust_remote_code=True"
     data, *folders = [word for word in sys.argv[1:] if word != flag]
+    if unknown := [word for word in folders if not Path(word, "config.json").exists()]:
+        sys.exit(f"{unknown[0]} is no model folder of train.py, nor {flag}")
     files = sorted(Path(data).glob("*.jsonl"))
     if not files:
         sys.exit(f"{data} has no .jsonl files: name the folder data of BLiMP's repository")

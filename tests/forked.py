@@ -10,6 +10,13 @@ from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "matplotlib.figure", "forked"])
+IN_TRANSFORMERS = """
+import torch, transformers
+auto, how = transformers.AutoModelForMaskedLM, {"output_loading_info": True}
+model, info = auto.from_pretrained(".", trust_remote_code=True, **how)
+assert not any(info[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched"))
+torch.save(model(*torch.load("inputs")).logits.detach(), "found")
+"""
 SCRIPT = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
@@ -40,7 +47,8 @@ class Forked(CONTEXT.Process):
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
-        sys.path.insert(0, self.folder)
+        others = [path for path in sys.path if not Path(path, "train.py").exists()]
+        sys.path[:] = [self.folder, *others]
         sys.argv = self.argv
         with open(self.path, "w") as file:
             for stream in (1, 2):

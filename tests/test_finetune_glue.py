@@ -170,8 +170,8 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     assert "already" not in run(model, baseline="scratch", tasks="cola")
     theirs = run(model, baseline=f"hf:{model}", tasks="stsb", hf_batch=8)
     assert "batch 8, AdamW 2e-05" in theirs and "already" not in theirs
-    write_model(other_folder := model.parent / "other", data_dir, token_values=True)
-    how = {"baseline": f"hf:{other_folder}", "tasks": "stsb", "hf_batch": 8}
+    other = write_model(model.parent / "other", data_dir, token_values=True)
+    how = {"baseline": f"hf:{other}", "tasks": "stsb", "hf_batch": 8}
     with pytest.raises(SystemExit, match="type --trust_remote_code=True"):
         run(model, **how)
     assert "already" not in run(model, **how, trust_remote_code=True)

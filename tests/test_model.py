@@ -18,7 +18,7 @@ import model as module
 import train
 from model import Classifier, MaskedLM, ModelConfig, math_attention
 from nanocram.edits import check_mixing
-from nanocram.model_folder import is_modernbert, save
+from nanocram.model_folder import not_native, save
 from nanocram.settings import configure
 
 POSITIONS = torch.tensor([[0, 3, 16], [11, 1, 1], [4, 2, 0]])  # to read of padded_batch()
@@ -206,7 +206,7 @@ def test_heads_begin_by_attending_to_neighbours(tmp_path):
         sizes = SIZES | {"n_head": 4, "n_embd": 256}
         config = model_config(**sizes, neighbour_heads=neighbour_heads)
         model = MaskedLM(config)
-        if not is_modernbert(model):
+        if not_native(model.config):
             pytest.skip("this fork's model is no ModernBERT")
         save(model, tmp_path)
         how = {"attn_implementation": "eager"}

@@ -63,9 +63,9 @@ class NanocramModel(PreTrainedModel):
             return init_weights(self.config.hidden_size)(module)
         own, mark = module.named_parameters(recurse=False), "_is_hf_initialized"
         lacking = {name: p for name, p in own if not hasattr(p, mark)}
-        # version 4.51 marks none: of a module with a new head other parameters may have been there
-        marks = hasattr(self.get_input_embeddings().weight, mark)
-        if lacking and (marks or hasattr(module, "reset_parameters")):
+        # version 4.51 marks none: of a module around a new head others may have been in the folder
+        is_new = isinstance(module, Classifier) or hasattr(module, "reset_parameters")
+        if lacking and (is_new or hasattr(self.get_input_embeddings().weight, mark)):
             fresh = type(self)(self.config).get_submodule(names[0])
             for name, p in lacking.items():
                 p.copy_(fresh.get_parameter(name))

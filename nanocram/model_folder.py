@@ -1,6 +1,5 @@
-"""The model folder: config.json and model.safetensors, which transformers loads. It is a ModernBERT
-where the model surely is one; any other folder carries model.py, and hf_model.py, which puts the
-classes of transformers around it.
+"""The model folder, which transformers loads: config.json, model.safetensors and, if the model is
+not surely a ModernBERT, its code: model.py, and hf_model.py, the classes of transformers around it.
 
     python -c "from nanocram import model_folder; print(model_folder.load('out/tiny').config)"
 """
@@ -10,14 +9,14 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from model import ROPE_THETA, MaskedLM, ModelConfig
+from model import FOR_TRAINING, ROPE_THETA, MaskedLM, ModelConfig
 from nanocram.safety import say_once, write_beside, write_text
 
 # What a folder carries where the model is no ModernBERT: its classes for transformers, and the code
@@ -67,19 +66,20 @@ def modernbert_config(c):
 
 def hash_of_code(code=CODE["model.py"]):
     """A hash of a model.py, but for comments, docstrings, fields of ModelConfig and make_loss()."""
-    others = r'def make_loss\(.*?\n(?=\S)|""".*?"""|(#|\nFOR_TRAINING =|\n    \w+: \w+)[^\n]*'
-    code = re.sub(others, "", code, flags=re.DOTALL)
+    code = re.sub(r'def make_loss\(.*?\n(?=\S)|""".*?"""|#[^\n]*', "", code, flags=re.DOTALL)
+    code = re.sub(r"\n(FOR_TRAINING =|    \w+: (int|float|bool|str)\b).*", "", code)
     return hashlib.sha256(re.sub(r"\s+\n", "\n", code).encode()).hexdigest()[:16]
 
 
 def not_native(c):
     """Why a MaskedLM of this ModelConfig is not surely a ModernBERT; '' where it is one."""
-    native = {"activation": "geglu", "position_embedding": "rope", "embedding_norm": True}
+    native = {f.name: f.default for f in fields(c) if f.default is not MISSING}  # a fork's, too
+    native |= {"activation": "geglu", "position_embedding": "rope", "embedding_norm": True}
     native |= {"final_norm": True, "first_attn_norm": False, "post_norm": False, "token_types": 0}
-    native |= {"token_values": False, "n_narrow": min(c.n_narrow, 1)}  # one changes nothing
-    wrong = [f"{name}={getattr(c, name)}" for name in native if getattr(c, name) != native[name]]
-    wrong += ["an edited model.py"] * (hash_of_code() != MODERNBERT)
-    return ", ".join(wrong)
+    native["n_narrow"] = min(c.n_narrow, 1)  # one changes nothing
+    bound = sorted(native.keys() - FOR_TRAINING - {"neighbour_heads"})  # which save() translates
+    wrong = [f"{name}={getattr(c, name)}" for name in bound if getattr(c, name) != native[name]]
+    return ", ".join(wrong + ["an edited model.py"] * (hash_of_code() != MODERNBERT))
 
 
 def save(model, folder, **facts):
@@ -130,9 +130,9 @@ def load(folder, device="cpu"):
         kind = spec.get("architectures", ["NanocramForMaskedLM"])[0]  # older folders have none
         if "nanocram" not in spec or not kind.endswith("ForMaskedLM"):
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
-        own = folder / "model.py"
-        if (hash_of_code(own.read_text("utf-8")) if own.exists() else MODERNBERT) != hash_of_code():
-            say_once(f"WARNING: {folder} is by another model.py: undo edits, or use transformers")
+        own = "auto_map" in spec and (folder / "model.py").read_text("utf-8")
+        if (hash_of_code(own) if own else MODERNBERT) != hash_of_code():
+            say_once(f"WARNING: {folder} is by another model.py; this one computes its model now")
         model = MaskedLM(ModelConfig(**spec["nanocram"]))
         state = {key.removeprefix("net."): tensor for key, tensor in state.items()}
         if spec["model_type"] == "modernbert":

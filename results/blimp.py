@@ -76,6 +76,8 @@ def main():
         sys.exit(__doc__)
     flag = "--trust_remote_code=True"
     data, *folders = [word for word in sys.argv[1:] if word != flag]
+    if not folders:
+        sys.exit(__doc__)
     if unknown := [word for word in folders if not Path(word, "config.json").exists()]:
         sys.exit(f"{unknown[0]} is no model folder of train.py, nor {flag}")
     files = sorted(Path(data).glob("*.jsonl"))
@@ -89,7 +91,7 @@ def main():
     for folder in folders:
         try:
             shares = accuracies(folder, pairs, device, flag in sys.argv)
-        except ValueError as e:
+        except (OSError, ValueError) as e:
             sys.exit(str(e))
         means = [fmean(shares[u] for u in shares if field_of[u] == name) for name in fields]
         cells = [f"{100 * x:.1f}" for x in [*means, fmean(shares.values())]]

@@ -11,7 +11,9 @@ from conftest import script, table_cells, write_model
 def test_scores_are_those_of_transformers(tmp_path, data_dir, corpus):
     """Two sets of one field, of 15 and 5 pairs, count the same; a tie counts as right."""
     write_model(tmp_path / "model", data_dir)
-    model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "model").eval()
+    model = transformers.AutoModelForMaskedLM.from_pretrained(
+        tmp_path / "model", trust_remote_code=True
+    ).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
 
     @torch.no_grad()

@@ -88,7 +88,7 @@ def test_a_run_leaves_what_it_promises(finished, data_dir, tmp_path):
 def test_the_model_folder_fills_masks_in_transformers(finished):
     """With its tokenizer, and as train.py does."""
     ours, tokenizer = load(finished), Tokenizer(finished / "tokenizer.json")
-    pipe = transformers.pipeline("fill-mask", model=str(finished), top_k=3)
+    pipe = transformers.pipeline("fill-mask", str(finished), top_k=3, trust_remote_code=True)
     for sentence in ("once upon a [MASK].", "[MASK] was very tired", 'she said [MASK], and "no".'):
         answers = pipe(sentence)
         words, shares = zip(*fill_masks(ours, tokenizer, sentence), strict=True)
@@ -132,7 +132,7 @@ def test_a_model_goes_on_with_longer_rows(finished, corpus, tmp_path, train, mon
     tokens = sum(read_log(folder)[-1]["tokens"] for folder in (base, out))
     card = (out / "README.md").read_text()
     assert f"{tokens:,} tokens of `{corpus}`" in " ".join(card.split()) and "rows of 256" in card
-    config = transformers.AutoConfig.from_pretrained(out)
+    config = transformers.AutoConfig.from_pretrained(out, trust_remote_code=True)
     assert config.trained_on["seq_len"] == 256 and config.max_position_embeddings == 512
     facts = json.loads((out / "run.json").read_text())
     assert facts["began_from"]["model"] == str(base) and facts["settings"]["dropout"] == 0.2
@@ -155,7 +155,8 @@ def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path
     assert sorted(path.name for path in out.glob("chck_*")) == sorted(names)
     weights = [load_file(out / name / "model.safetensors") for name in names]
     assert_close(weights[1], load_file(out / "model.safetensors"), rtol=0, atol=0)
-    assert transformers.pipeline("fill-mask", str(out / names[0]))("it was a [MASK]")
+    pipe = transformers.pipeline("fill-mask", str(out / names[0]), trust_remote_code=True)
+    assert pipe("it was a [MASK]")
 
     with pytest.raises(SystemExit, match=r"type --max_epochs=1\.\d\d or more"):
         put(monkeypatch, train, init="resume")

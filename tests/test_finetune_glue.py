@@ -168,16 +168,15 @@ def test_a_run_leaves_a_table_and_goes_on_where_it_stopped(model, data_dir, glue
     edited.write_text(edited.read_text("utf-8").replace("a", "b"), "utf-8")  # with as many rows
     assert "already" not in run(model, tasks="cola", glue_dir=str(model / "edited"))
     assert "already" not in run(model, baseline="scratch", tasks="cola")
-    theirs = run(model, baseline=f"hf:{model}", tasks="stsb", hf_batch=8)
-    assert "batch 8, AdamW 2e-05" in theirs and "already" not in theirs
     other = write_model(model.parent / "other", data_dir, token_values=True)
     how = {"baseline": f"hf:{other}", "tasks": "stsb", "hf_batch": 8}
     with pytest.raises(SystemExit, match="type --trust_remote_code=True"):
         run(model, **how)
-    assert "already" not in run(model, **how, trust_remote_code=True)
+    theirs = run(model, **how, trust_remote_code=True)
+    assert "batch 8, AdamW 2e-05" in theirs and "already" not in theirs
     page = (model / "glue.md").read_text()
-    assert "| model without pre-training, float32, epochs=2" in page and "hf_batch=8" in page
-    assert len({run["name"] for run in glue.read_runs(model).values()}) == 6
+    assert re.search(r"(?s)\| model without pre-training.*, float32, epochs=2.*hf_batch=8", page)
+    assert len({run["name"] for run in glue.read_runs(model).values()}) == 5
 
 
 def test_a_seed_that_diverges_does_not_end_the_rest(model):

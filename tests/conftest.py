@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may need a network
-MODULES = tempfile.TemporaryDirectory()  # of folders, for transformers
+MODULES = tempfile.TemporaryDirectory()  # the code of folders, as transformers copies it
 os.environ["HF_MODULES_CACHE"] = MODULES.name
 # A shell's script ignores SIGINT in what it starts in its background, and so would our children.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -45,8 +45,7 @@ class Forked(CONTEXT.Process):
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
-        others = [path for path in sys.path if not Path(path, "train.py").exists()]
-        sys.path[:] = [self.folder, *others]
+        sys.path[:] = [self.folder, *(x for x in sys.path if not Path(x, "train.py").exists())]
         sys.argv = self.argv
         with open(self.path, "w") as file:
             for stream in (1, 2):

@@ -287,10 +287,11 @@ def build_optimizers(model, amp_dtype):
 
     # AdamW or Adam takes what no other one does; norms and biases have no weight decay
     taken = {p for o in others for group in o.param_groups for p in group["params"]}
-    groups = [{"params": [], "weight_decay": weight_decay}, {"params": []}]
+    decayed, exempt = [], []
     for name, p in model.named_parameters():
         if p not in taken:
-            groups["norm" in name or "bias" in name]["params"].append(p)
+            (exempt if "norm" in name or "bias" in name else decayed).append(p)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt}]
     adam = torch.optim.Adam if optimizer == "adam" else torch.optim.AdamW
     fused = model.decoder.weight.device.type in ("cuda", "cpu")
     how = {"lr": lr, "betas": (beta1, beta2), "eps": adam_eps, "weight_decay": 0.0, "fused": fused}

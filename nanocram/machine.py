@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import math
 import os
 import platform
 import re
@@ -73,7 +74,7 @@ def native_bf16(device):
 
 def free_host_bytes():
     """Bytes of free memory in the host; infinite where the system does not tell."""
-    free = torch.inf
+    free = math.inf
     with contextlib.suppress(OSError, TypeError):
         free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
     with contextlib.suppress(OSError, ValueError):  # a container without a limit says "max"

@@ -1,7 +1,5 @@
 """The model folder, which transformers loads: config.json, model.safetensors and, if the model is
 not surely a ModernBERT, its code: model.py, and hf_model.py, the classes of transformers around it.
-
-    python -c "from nanocram import model_folder; print(model_folder.load('out/tiny').config)"
 """
 
 import hashlib
@@ -96,10 +94,10 @@ def save(model, folder, **facts):
         weights = {f"net.{key}": tensor for key, tensor in weights.items()}
         shared = "vocab_size hidden_size num_hidden_layers num_attention_heads"
         config = {name: config[name] for name in (*shared.split(), "max_position_embeddings")}
-        config |= {"model_type": "nanocram", "architectures": ["NanocramForMaskedLM"]}
+        config |= {"model_type": "nanocram", "tie_word_embeddings": is_tied}
+        config |= {"architectures": ["NanocramForMaskedLM"], "auto_map": AUTO_MAP}
         # pipelines of transformers 4 ask for the class of the tokenizer
-        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": AUTO_MAP}
-        config["tie_word_embeddings"] = is_tied
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
         for name, code in CODE.items():
             write_text(folder / name, code)
     config |= {"nanocram": asdict(model.config), **facts}
@@ -132,7 +130,7 @@ def load(folder, device="cpu"):
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
         own = "auto_map" in spec and (folder / "model.py").read_text("utf-8")
         if (hash_of_code(own) if own else MODERNBERT) != hash_of_code():
-            say_once(f"WARNING: {folder} is by another model.py; this one computes its model now")
+            say_once(f"WARNING: {folder} is by another model.py, and the one here computes it")
         model = MaskedLM(ModelConfig(**spec["nanocram"]))
         state = {key.removeprefix("net."): tensor for key, tensor in state.items()}
         if spec["model_type"] == "modernbert":

@@ -272,7 +272,7 @@ def test_what_offload_cannot_follow_is_one_line(fork):
 
 
 def test_an_auxiliary_loss_its_column_and_its_weight(fork):
-    """The z-loss, log² Z. Its weight is of training alone: the model is a ModernBERT."""
+    """The z-loss, log² Z. Its weight is of training alone: a model folder does not fix it."""
     fork.edit("model.py", "zero_init: bool\n", "zero_init: bool\n    z_weight: float = 0.0\n")
     fork.insert("train.py", "zero_init = True ", "z_weight = 0.0\n")
     fork.edit("model.py", "FOR_TRAINING = {", 'FOR_TRAINING = {"z_weight", ')

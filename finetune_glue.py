@@ -8,12 +8,12 @@ The protocol is that of arXiv 2212.14034, section 5, but for what docs/how_it_wo
 model's folder gets glue.jsonl (runs) and glue.md (table). Rerun the command to continue.
 """
 
-import hashlib
 import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 from nanocram.settings import check, configure
 
 # fmt: off
@@ -60,14 +60,6 @@ PAPER_OURS = PAPER | {"glue_batch": 16, "glue_lr": 4e-5, "glue_dropout": 0.1, "g
 PAPER_BERT = PAPER | {"hf_batch": 32, "hf_lr": 2e-5}
 
 
-def fingerprint(module):
-    """16 hexadecimal digits of SHA-256 over a module's weights."""
-    digest = hashlib.sha256()
-    for tensor in module.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 class Ours:
     """A model folder of train.py, or its architecture without the pre-training."""
 
@@ -84,7 +76,7 @@ class Ours:
         self.name = Path(folder).resolve().name + (" without pre-training" if scratch else "")
         if (code := model_folder.hash_of_code()) != model_folder.MODERNBERT:
             self.name += f" by model.py {code[:6]}"  # an edited one computes another model
-        self.weights = "" if scratch else fingerprint(self.pretrained)
+        self.weights = "" if scratch else model_folder.fingerprint(self.pretrained.state_dict())
 
     def encode(self, texts):
         """[(sentence,) or (first, second), …] -> rows: (ids, length of the first)."""
@@ -125,7 +117,7 @@ class HuggingFace:
             hint = "read its code, then type --trust_remote_code=True"
             why = hint if "trust_remote_code" in str(e) else safety.first_line(e)
             sys.exit(f"transformers cannot load {name}: {why}")
-        self.weights = fingerprint(net.base_model)
+        self.weights = model_folder.fingerprint(net.base_model.state_dict())
         self.max_seq_len = getattr(net.config, "max_position_embeddings", 0)
         self.pad = self.tokenizer.pad_token_id
         self.two_types = "token_type_ids" in self.tokenizer.model_input_names

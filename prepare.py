@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 import nanocram
 from nanocram import safety, sources
 from nanocram.settings import adopt, check, configure, recipes
@@ -72,6 +73,7 @@ def find_files():
         if name == "data/sample.txt.gz" and not os.path.isfile(name):  # from another folder
             name = os.path.join(os.path.dirname(__file__), name)
         matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
+        matches = matches or glob.glob(name.replace("[", "[[]"), recursive=True)  # "lr[1e-3]"
         paths = sorted({path for path in matches if not os.path.isdir(path)})
         if matches and not paths:
             sys.exit(f"{matches[0]} is a folder: {sources.files_in(matches[0])}")
@@ -283,7 +285,7 @@ def process_batches(files, folder, rule, settings):
     batches, running, wanted = [], [], max_tokens or np.inf
     # go on behind finished batches, up to the first that is of other files
     while (path := folder / f"batch-{len(batches):05}.json").exists():
-        batch = json.loads(path.read_text("utf-8"))
+        batch = safety.read_json(path, f"delete {folder}, then rerun the command")
         if hub_tokens(batches) >= wanted or batch["checksum"] not in sums:
             break
         batches.append(batch)
@@ -364,7 +366,7 @@ def finish(batches, folder, settings, rule, begin):
     for name in ("tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin"):
         with open(folder / name, "r+b") as f:
             meta["sha256"][name] = hashlib.file_digest(f, "sha256").hexdigest()
-            os.fsync(f.fileno())
+            safety.sync(f)
     safety.write_text(folder / "meta.json", json.dumps(meta, indent=2))
     length = count["characters"] / count["tokens"]
     kept = f"{count['kept']} kept, {count['filtered']} filtered, {count['empty']} empty"
@@ -391,7 +393,7 @@ def begin_folder(folder, settings, files):
     """The plan, by which a rerun goes on: settings, the Hub's files, soon all files and a rule."""
     names, path = safety.names_in(folder), folder / "plan.json"
     if path.name in names:
-        plan = json.loads(path.read_text("utf-8"))
+        plan = safety.read_json(path, f"delete {folder}, then rerun the command")
         if not (other := differences(plan["settings"], settings)):
             return plan
         if any(folder.glob("batch-*.json")):
@@ -414,7 +416,7 @@ def next_command(tokens):
     """The command that trains by the same recipes, or a model of a size for so many tokens."""
     flags = [f"--data_dir={data_dir}", f"--vocab_size={vocab_size}", f"--seq_len={seq_len}"]
     out = Path(data_dir).name
-    if tokenizer and Path(tokenizer, "model.safetensors").exists():
+    if tokenizer and Path(tokenizer, "config.json").exists():
         flags[1] = f"--init={tokenizer}"
         out = f"{Path(tokenizer).name}_{out}"
     elif seq_len > 512:
@@ -453,7 +455,7 @@ def main():
     folder = Path(data_dir).resolve()  # what a link names
     _lock = safety.lock(folder)  # until main() ends
     if (folder / "meta.json").exists():
-        meta = json.loads((folder / "meta.json").read_text("utf-8"))
+        meta = safety.read_json(folder / "meta.json", f"delete {folder}, then rerun the command")
         if other := differences(meta["settings"], wanted):
             sys.exit(f"{data_dir} was made with {other}: delete it or choose another --data_dir")
         print(f"{data_dir} is finished, with these settings: nothing to do")

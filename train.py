@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 from nanocram.settings import adopt, check, configure, typed
 
 # fmt: off
@@ -101,7 +102,6 @@ import torch
 from model import ACTIVATIONS, FOR_TRAINING, MaskedLM, ModelConfig, make_loss
 from nanocram import checkpoint, edits, facts, fit, machine, model_folder, parallel, safety, talk
 from nanocram.data import Rows, estimate_loss, evaluate, held_out, load_meta, log_frequencies
-from nanocram.machine import now
 from nanocram.muon import Muon
 from nanocram.offload import Streamed, check_offload
 from nanocram.tokenizer import CLS, MASK, Tokenizer, copy_tokenizer
@@ -132,8 +132,7 @@ def lr_scale(progress):
 
 
 def batch_rows(progress):
-    """Rows per optimiser step, a multiple of micro_batch or UNIT: a line from 0 to batch_size, but
-    never below batch_start (paper 4.3)."""
+    """Rows per step, a multiple of micro_batch or UNIT, and at least batch_start (paper 4.3)."""
     if progress >= batch_ramp:
         return batch_size
     # the setting, not run.micro_batch, so that any card takes the same rows in each step
@@ -186,18 +185,18 @@ class Clock:
 
     def start(self):
         """From now on the seconds count."""
-        self.begun = now() - self.state.elapsed
+        self.begun = machine.now() - self.state.elapsed
 
     def elapsed(self):
         """Seconds of the budget that are used up."""
-        return self.state.elapsed if self.begun is None else now() - self.begun
+        return self.state.elapsed if self.begun is None else machine.now() - self.begun
 
     @contextmanager
     def timed(self, kind):
         """Around a "step", an "eval" or a "save": its seconds are a forecast for the next one."""
-        start = now()
+        start = machine.now()
         yield
-        seconds = now() - start
+        seconds = machine.now() - start
         talk.warn_of_stall(kind, seconds, self.is_timed() and self.forecast(kind))
         self.state.recent[kind] = [*self.state.recent.get(kind, [])[-2:], seconds]
 
@@ -220,8 +219,7 @@ class Clock:
 
     def progress(self):
         """Share of the run that is over, in [0, 1]: of max_steps, of the rows of max_epochs, or of
-        the time to train, setting up left out. It falls when a run is resumed with a larger budget,
-        and a little when the forecasts grow."""
+        the time to train, setting up left out. Resumes and forecasts may lower it."""
         most_rows = max_epochs * self.n_rows or math.inf
         by_rows = self.state.rows_seen / most_rows
         if self.state.rows_seen + batch_rows(by_rows) > most_rows:  # another step is too many
@@ -465,7 +463,7 @@ class Run:
         self.state = State()
         self.clock = Clock(self.state, len(rows))
         self.saved_step = -1  # state.step at the last save
-        self.saved_at = now()
+        self.saved_at = machine.now()
         self.loss_like = {}  # {row_shape(): what loss_fn returns}, for ranks without a micro-batch
         begins_word = tokenizer.begins_word() if tokenizer else [True] * vocab_size  # bench.py
         self.begins_word = torch.tensor(begins_word, device=dev)
@@ -572,13 +570,8 @@ def exit_if_done(run, progress):
     needed = ("config.json", "model.safetensors", "tokenizer.json", "run.json")
     if state.step and not all(Path(out_dir, name).exists() for name in needed):
         return  # the end once more makes what was deleted
-    more = f"--budget_hours={math.ceil(1000 * budget_hours - run.clock.left() / 3.6) / 1000}"
-    if max_epochs:
-        rows = state.rows_seen + batch_rows(1.0)
-        more = f"--max_epochs={math.ceil(100 * rows / len(run.rows)) / 100}"
-    if state.step >= max_steps > 0:
-        more = f"--max_steps={state.step + 1}"
-    said = f"the budget ends at step {state.step:,}: to go on, type {more} or more"
+    more = "a larger --budget_hours, --max_steps or --max_epochs"
+    said = f"the budget ends at step {state.step:,}: to go on, type {more}"
     if init == "auto" and state.step:  # which is no error
         is_by_this_code = facts.read_facts(out_dir).get("code", "").startswith(machine.code_hash())
         print(said if is_by_this_code else f"{said}; it was trained by other code")
@@ -594,7 +587,7 @@ def save_model(run, folder):
 
 def should_save(run):
     """Whether to save now: around step 1, then every checkpoint_minutes; not behind a skip."""
-    state, minutes = run.state, (now() - run.saved_at) / 60
+    state, minutes = run.state, (machine.now() - run.saved_at) / 60
     n_updates = state.step - state.skipped
     is_due = n_updates <= 1 or 0 < checkpoint_minutes <= minutes
     # the first save may have been a stall: take a second one in any case
@@ -605,16 +598,15 @@ def should_save(run):
 def save(run, log):
     """Write ckpt.pt, the model folder, loss.png and the card; return whether all was written. What
     cannot be written stays as it was, and a warning says why."""
-    run.saved_at = now()
+    run.saved_at = machine.now()
     log_is_written = log.write()  # before the checkpoint: a resume drops later lines
     # skipped steps may mean broken weights; a few are routine where float16 looks for its scale
     if run.state.consecutive_skips > (3 if run.scaler.is_enabled() else 0):
         safety.say("WARNING: nothing is saved after skipped steps: type --init=resume")
         return False
     try:
-        for name, p in run.model.named_parameters():
-            if not p.isfinite().all():
-                raise ValueError(f"{name} has a value that is not finite")
+        if bad := [name for name, p in run.model.named_parameters() if not p.isfinite().all()]:
+            raise ValueError(f"{bad[0]} has a value that is not finite")
         run.state.elapsed = run.clock.elapsed() + run.clock.forecast("save")  # of this one
         save_model(run, log.folder)
         log.write_plot_and_card()
@@ -645,7 +637,7 @@ def load_data(dev):
     folder = Path(data_dir)
     meta = load_meta(folder, vocab_size=vocab_size, seq_len=seq_len)
     is_ordered = meta["settings"]["order"] == "curriculum"
-    rows = Rows(folder / "train.bin", seq_len, dev, 0 if is_ordered else seed)
+    rows = Rows(folder / "train.bin", seq_len, dev, 0 if is_ordered else seed, vocab_size)
     val_rows = Rows(folder / "val.bin", seq_len)
     held_out_rows = val_rows.read(0, min(eval_rows, len(val_rows)))
     return rows, held_out_rows, meta, Tokenizer(folder / "tokenizer.json")
@@ -659,7 +651,7 @@ def find_start(ckpt_path):
         sys.exit(f"{out_dir} has no checkpoint yet: type --init={begun} again")
     _, any_rank_has_one = parallel.agree(0.0, ckpt_path.exists())
     if init == "resume" or (init == "auto" and any_rank_has_one):
-        take_architecture(checkpoint.read_config(ckpt_path), ckpt_path)
+        take_architecture(checkpoint.read_config(ckpt_path, Path(data_dir)), ckpt_path)
         return ckpt_path
     if init in words:
         return None

@@ -5,6 +5,7 @@ python docs/finetune_own_labels.py out/mine tickets.csv out/labelled --label_col
 
 import argparse
 import collections
+import os
 import re
 import signal
 import sys
@@ -21,7 +22,8 @@ from sklearn.pipeline import make_pipeline, make_union
 from sklearn.svm import LinearSVC
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from nanocram import machine, safety, sources
+from nanocram import machine, model_folder, safety, sources
+from nanocram.settings import read_ranks
 from prepare import copy_key, has_copies, is_held_out
 
 parser = argparse.ArgumentParser(usage=__doc__)
@@ -33,6 +35,9 @@ for name, value in defaults.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
 parser.add_argument("--trust_remote_code", choices=("True", "False"), default="False")
 args = parser.parse_args()
+if read_ranks()[2] > 1:
+    sys.exit("this script is one process: start it without torchrun")
+os.environ.pop("LOCAL_RANK", None)  # by which Trainer would wait for others
 out = Path(args.out)
 if out.exists():
     sys.exit(f"{out} exists: name a new folder")
@@ -172,36 +177,45 @@ pairs = collections.Counter(label for label, _ in {(y, copy_key(text)) for text,
 is_enough = sum(n > 1 for n in pairs.values()) > 1  # so that no third has all texts of a class
 if not (dev and is_enough and len(names) <= max(2, len(train) // 2)):
     sys.exit(f"{len(train)} rows, {len(dev)} held out, {len(names)} labels: give more of each")
-kind, bag = best_bag(train)
-bag_hits = bag.score(*zip(*dev, strict=True))
-always = n_dev[largest := max(n_train, key=n_train.get)] / len(dev)
-saved = out.with_name(out.name + ".joblib")
-safety.write_beside(saved, lambda path: joblib.dump(bag, path))
-print(f"a bag of {kind} has an accuracy of {bag_hits:.1%}, always naming {largest!r} {always:.1%}")
-print(f"{saved} has this bag: if it will do, press Ctrl-C")
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
-
 device, dtype = machine.pick("auto", "auto")
-label2id = {name: i for i, name in enumerate(names)}
-fields = {"label2id": label2id, "id2label": dict(enumerate(names))}
-fields["classifier_pooling"] = args.pooling
 trusted = {"trust_remote_code": args.trust_remote_code == "True"}
+transformers.logging.set_verbosity_error()  # it tells that the classifier is new
+transformers.set_seed(args.seed)
+auto = transformers.AutoModelForSequenceClassification
 try:
-    config = transformers.AutoConfig.from_pretrained(args.model, **fields, **trusted)
+    config = transformers.AutoConfig.from_pretrained(args.model, **trusted)
+    known = [*config.id2label.values()]
+    if not args.fresh and "Classification" in str(config.architectures) and known != names:
+        what_helps = "name the folder that it was made from"
+        sys.exit(f"{args.model} is a classifier of {', '.join(known[:5])}: {what_helps}")
+    config.id2label, config.label2id = dict(enumerate(names)), {x: i for i, x in enumerate(names)}
+    config.classifier_pooling = args.pooling
     # "[SEP]" in a text is text, as in pre-training
     how = {"split_special_tokens": True, **trusted}
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, **how)
-except (OSError, ValueError) as e:  # no such folder, or no architecture of transformers
+    if args.fresh:
+        model = auto.from_config(config, **trusted)
+    else:
+        if Path(args.model, "model.safetensors").exists():
+            model_folder.read_weights(Path(args.model))  # transformers compares no checksum
+        model = auto.from_pretrained(args.model, config=config, **trusted)
+except Exception as e:  # no such folder, a damaged one: there are many ways
     if "trust_remote_code" in str(e):
         sys.exit(f"{args.model} carries code: read it, then type --trust_remote_code=True")
     sys.exit(f"cannot read {args.model}: {str(e).splitlines()[0]}")
-transformers.set_seed(args.seed)
-transformers.logging.set_verbosity_error()  # it tells that the classifier is new
-auto = transformers.AutoModelForSequenceClassification
-if args.fresh:
-    model = auto.from_config(config, **trusted)
-else:
-    model = auto.from_pretrained(args.model, config=config, **trusted)
+model.float()  # the folder may have been saved in half precision
+kind, bag = best_bag(train)
+bag_hits = bag.score(*zip(*dev, strict=True))
+always = n_dev[largest := max(n_train, key=n_train.get)] / len(dev)
+print(f"a bag of {kind} has an accuracy of {bag_hits:.1%}, always naming {largest!r} {always:.1%}")
+saved = out.with_name(out.name + ".joblib")
+try:
+    safety.write_beside(saved, lambda path: joblib.dump(bag, path))
+except OSError as e:
+    sys.exit(f"{saved} cannot be written ({e.strerror}): name another folder")
+print(f"{saved} has this bag: if it will do, press Ctrl-C")
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
+
 lengths = [len(tokenizer(text, verbose=False)["input_ids"]) for text, _ in train + dev]
 trained = getattr(config, "trained_on", {}).get("seq_len", 10**9)
 unseen = "its pre-training had no rows so long, see docs/own_text.md"
@@ -209,7 +223,7 @@ for limit, what in ((trained, unseen), (tokenizer.model_max_length, "they are cu
     if n := sum(length > limit for length in lengths):
         print(f"{n} of {len(lengths)} texts have more than {limit} tokens: {what}")
 train, dev = (
-    [tokenizer(text, truncation=True) | {"label": label2id[label]} for text, label in rows]
+    [tokenizer(text, truncation=True) | {"label": config.label2id[label]} for text, label in rows]
     for rows in (train, dev)
 )
 unfinished = out.with_name(out.name + ".tmp")  # renamed once it is whole

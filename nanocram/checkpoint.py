@@ -2,10 +2,12 @@
 
 import pickle
 import sys
+import zipfile
 from dataclasses import asdict, fields
 
 import torch
 
+from nanocram.data import load_meta
 from nanocram.safety import first_line, write_beside
 
 
@@ -35,23 +37,26 @@ def save(run, path, optimizer_name):
     write_beside(path, write)
 
 
-def read_config(path):
-    """The fields of ModelConfig, and "optimizer", of a checkpoint; exits if there is none."""
+def read_config(path, data_dir):
+    """ModelConfig's fields and "optimizer", of a checkpoint; exits if data_dir has other rows."""
     if not path.exists():
         sys.exit(f"{path} not found: name the --out_dir of a run to resume, or drop --init=resume")
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
-        return ckpt["config"] | {"optimizer": ckpt["optimizer"]}
+        data, config = ckpt["data"], ckpt["config"] | {"optimizer": ckpt["optimizer"]}
     except Exception as e:  # there are many ways to be broken
         sys.exit(f"{path} is damaged: {first_line(e)}")
+    if data != load_meta(data_dir)["sha256"]["train.bin"]:
+        sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
+    return config
 
 
 def load(run, path):
     """Restore a train.Run from path, except for its settings; exits if it does not fit."""
     try:
+        if broken := zipfile.ZipFile(path).testzip():  # torch.load() compares no checksums
+            raise ValueError(f"{broken} has another checksum")
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if ckpt["data"] != run.meta["sha256"]["train.bin"]:
-            sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
         run.model.load_state_dict(ckpt["model"])
         for o, saved in zip(run.optimizers, ckpt["optimizers"], strict=True):
             for group, ours in zip(saved["param_groups"], o.param_groups, strict=True):

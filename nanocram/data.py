@@ -4,13 +4,13 @@ A .bin file is a bare array of uint16, shape (rows, seq_len); meta.json beside i
 """
 
 import hashlib
-import json
 import shlex
 import sys
 
 import numpy as np
 import torch
 
+from nanocram.safety import read_json
 from nanocram.tokenizer import CLS, MASK, SEP
 
 IGNORE = -100  # the label of a position that does not count, as in torch and transformers
@@ -19,9 +19,7 @@ IGNORE = -100  # the label of a position that does not count, as in torch and tr
 def load_meta(folder, **wanted):
     """meta.json of a data set as a dict; exits if the set is unfinished or has other values."""
     again = f"run python prepare.py {shlex.quote(f'--data_dir={folder}')} (and your flags)"
-    if not (folder / "meta.json").exists():
-        sys.exit(f"{folder.absolute() / 'meta.json'} not found: {again}")
-    meta = json.loads((folder / "meta.json").read_text("utf-8"))
+    meta = read_json(folder / "meta.json", again)
     for name, value in wanted.items():
         if meta[name] != value:
             sys.exit(f"{folder} has {name}={meta[name]}, not {value}: type --{name}={meta[name]}")
@@ -37,8 +35,9 @@ def load_meta(folder, **wanted):
 class Rows:
     """The rows of a .bin file in an endless cycle, which begins where seed says: 0 at the first."""
 
-    def __init__(self, path, seq_len, dev="cpu", seed=0):
+    def __init__(self, path, seq_len, dev="cpu", seed=0, vocab_size=1 << 16):
         self.path, self.seq_len, self.dev = path, seq_len, torch.device(dev)
+        self.vocab_size = vocab_size
         self.count = path.stat().st_size // (2 * seq_len)
         self.begin = int(np.random.default_rng(seed).integers(self.count)) if seed else 0
 
@@ -55,6 +54,8 @@ class Rows:
         tokens = np.concatenate(parts)
         if len(tokens) != n * self.seq_len:
             sys.exit(f"{self.path} cannot be read to its end: see to the disk, then --init=resume")
+        if tokens.max() >= self.vocab_size:
+            sys.exit(f"{self.path} is damaged: delete its folder, then run prepare.py again")
         return torch.from_numpy(tokens.astype(np.int64).reshape(n, self.seq_len))
 
     def fetch(self, start, n):

@@ -1,5 +1,6 @@
 """run.json, the facts of a run, and README.md, its model card, whose front matter the Hub reads."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -11,9 +12,11 @@ BEGIN = "---\n# written anew with every save: take this line out, and your edits
 
 
 def read_facts(folder):
-    """The dict of a folder's run.json; {} if there is none."""
-    path = Path(folder) / "run.json"
-    return json.loads(path.read_text("utf-8")) if path.exists() else {}
+    """The dict of a folder's run.json; {} if there is none, or none of train.py."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, LookupError):
+        facts = json.loads(Path(folder, "run.json").read_bytes())
+        return facts | {"settings": {**facts["settings"]}}
+    return {}
 
 
 def trained_on(run):
@@ -45,11 +48,14 @@ def measure_facts(run):
 
 
 def note_changes(facts, before):
-    """Print what a resume changes, and add to its facts the code that the run had before."""
+    """Print what a resume changes; its facts get the settings' names and the code before."""
+    changed = set(before.get("changed_at_resume", []))
     for name, was in before.get("settings", {}).items():
         now = facts["settings"].get(name)
         if name != "init" and now != was:
             print(f"{name} was {was!r} before the resume, and is {now!r} now")
+            changed.add(name)
+    facts["changed_at_resume"] = sorted(changed)
     code = before.get("code", facts["code"])
     if not code.startswith(facts["code"]):
         print("the code was edited before the resume: see python -m pytest tests/test_edit.py")
@@ -64,9 +70,10 @@ def write_card(folder, glue_table=""):
     path, name = folder / "README.md", folder.name
     evaluations = [line for line in read_log(folder) if "val_loss_15" in line and line["step"]]
     is_ours = not path.exists() or path.read_text("utf-8").startswith(BEGIN)
-    if not (evaluations and is_ours):
+    facts = read_facts(folder)
+    if not (evaluations and is_ours and facts):
         return
-    facts, last = read_facts(folder), evaluations[-1]
+    last = evaluations[-1]
     config = json.loads((folder / "config.json").read_text("utf-8"))
     trained = config["trained_on"]
     sources = " and ".join(f"`{source}`" for source in dict.fromkeys(trained["sources"]))

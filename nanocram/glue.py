@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from filelock import FileLock
 from scipy.stats import pearsonr, spearmanr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from nanocram.facts import write_card
-from nanocram.safety import first_line, write_text
+from nanocram.safety import first_line, lock, write_text
 
 
 class Task(NamedTuple):
@@ -161,17 +160,16 @@ def read_runs(folder):
 
 def add_runs(folder, *new):
     """Add runs to glue.jsonl; draw all of it in glue.md and the card; return read_runs()."""
-    with FileLock(Path(folder) / ".glue.lock"):  # several processes may fine-tune one model
-        runs = read_runs(folder)
-        for run in new:
-            runs.pop(key(run), None)  # the last one stands last
-            runs[key(run)] = run
-        lines = [json.dumps(run) + "\n" for run in runs.values()]
-        write_text(Path(folder, "glue.jsonl"), "".join(lines))
-        drawn = table(runs.values())
-        write_text(Path(folder, "glue.md"), f"# GLUE\n\n{drawn}")
-        if runs:
-            write_card(folder, drawn)
+    _lock = lock(Path(folder, "glue"), timeout=-1)  # several processes may fine-tune one model
+    runs = read_runs(folder)
+    for run in new:
+        runs.pop(key(run), None)  # the last one stands last
+        runs[key(run)] = run
+    write_text(Path(folder, "glue.jsonl"), "".join(json.dumps(run) + "\n" for run in runs.values()))
+    drawn = table(runs.values())
+    write_text(Path(folder, "glue.md"), f"# GLUE\n\n{drawn}")
+    if runs:
+        write_card(folder, drawn)
     return runs
 
 

@@ -5,17 +5,16 @@ not surely a ModernBERT, its code: model.py, and hf_model.py, the classes of tra
 import hashlib
 import json
 import re
-import shutil
 import sys
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
+import safetensors
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from model import FOR_TRAINING, ROPE_THETA, MaskedLM, ModelConfig
 from nanocram.safety import say_once, write_beside, write_text
+from nanocram.tokenizer import Tokenizer
 
 # What a folder carries where the model is no ModernBERT: its classes for transformers, and the code
 # as this process has it, for somebody may edit model.py meanwhile.
@@ -25,6 +24,8 @@ CODE = {"hf_model.py": Path(__file__).with_name("hf_model.py").read_text("utf-8"
 CODE["model.py"] = Path(sys.modules["model"].__file__).read_text("utf-8")
 # hash_of_code() of the model.py that tests/test_model_folder.py found to be a ModernBERT
 MODERNBERT = "bab131c3f0b62c91"
+# fields of config.json that another program may change: the model computes the same
+FREE = {"model_type", "architectures", "dtype", "tie_word_embeddings", "classifier_pooling"}
 # Its matrices that are several here: Muon orthogonalises each by itself.
 JOINED = {".Wqkv.": (".Wq.", ".Wk.", ".Wv."), ".Wi.": (".Wi.", ".Wg.")}
 
@@ -69,15 +70,23 @@ def hash_of_code(code=CODE["model.py"]):
     return hashlib.sha256(re.sub(r"\s+\n", "\n", code).encode()).hexdigest()[:16]
 
 
-def not_native(c):
-    """Why a MaskedLM of this ModelConfig is not surely a ModernBERT; '' where it is one."""
+def fingerprint(tensors):
+    """16 hexadecimal digits of SHA-256 over the bytes of a state dict's tensors, in its order."""
+    digest = hashlib.sha256()
+    for tensor in tensors.values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def not_native(c, code=""):
+    """Why a MaskedLM of this ModelConfig, by this hash_of_code(), may be no ModernBERT; or ''."""
     native = {f.name: f.default for f in fields(c) if f.default is not MISSING}  # a fork's, too
     native |= {"activation": "geglu", "position_embedding": "rope", "embedding_norm": True}
     native |= {"final_norm": True, "first_attn_norm": False, "post_norm": False, "token_types": 0}
     native["n_narrow"] = min(c.n_narrow, 1)  # one changes nothing
     bound = sorted(native.keys() - FOR_TRAINING - {"neighbour_heads"})  # which save() translates
     wrong = [f"{name}={getattr(c, name)}" for name in bound if getattr(c, name) != native[name]]
-    return ", ".join(wrong + ["an edited model.py"] * (hash_of_code() != MODERNBERT))
+    return ", ".join(wrong + ["an edited model.py"] * ((code or hash_of_code()) != MODERNBERT))
 
 
 def save(model, folder, **facts):
@@ -102,21 +111,34 @@ def save(model, folder, **facts):
             write_text(folder / name, code)
     config |= {"nanocram": asdict(model.config), **facts}
     write_text(folder / "config.json", json.dumps(config, indent=2))
-    # a layer that an edit uses twice is written twice
-    first = {v.data_ptr(): k for k, v in reversed(weights.items())}
-    weights = {k: v if first[v.data_ptr()] == k else v.clone() for k, v in weights.items()}
+    weights = dict(sorted(weights.items()))
 
-    def write(temporary):
-        for stray in folder.glob(".tmp*"):  # of a save_file() that was killed
-            stray.unlink()
-        try:
-            save_file(weights, temporary, metadata={"format": "pt"})
-        except SafetensorError as e:  # a full disk, say
-            raise OSError(str(e)) from None
-        # save_file() lets nobody but the owner read
-        shutil.copymode(folder / "config.json", temporary)
+    def write(path):
+        # by hand, for safetensors itself has two entries of metadata in any order
+        header, end = {"__metadata__": {"format": "pt", "sha256": fingerprint(weights)}}, 0
+        for name, tensor in weights.items():
+            place = [end, end := end + tensor.nbytes]
+            header[name] = {"dtype": "F32", "shape": [*tensor.shape], "data_offsets": place}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(path, "wb") as f:
+            f.write(len(text).to_bytes(8, "little") + text)
+            f.writelines(tensor.numpy() for tensor in weights.values())
 
     write_beside(folder / "model.safetensors", write)
+
+
+def read_weights(folder):
+    """The tensors in model.safetensors; raises ValueError if it is missing or damaged."""
+    path = folder / "model.safetensors"
+    if not path.exists():  # shards, or pytorch_model.bin, of another program
+        raise ValueError("no model.safetensors: let transformers save it with max_shard_size='1TB'")
+    with safetensors.safe_open(path, "pt") as file:
+        weights = {key: file.get_tensor(key) for key in sorted(file.keys())}
+        checksum = (file.metadata() or {}).get("sha256")  # other programs save none
+    if checksum and checksum != fingerprint(weights):
+        raise ValueError(f"{path.name} is damaged: its checksum is another")
+    return weights
 
 
 def load(folder, device="cpu"):
@@ -124,7 +146,7 @@ def load(folder, device="cpu"):
     folder = Path(folder)
     try:
         spec = json.loads((folder / "config.json").read_text("utf-8"))
-        state = load_file(folder / "model.safetensors")
+        state = read_weights(folder)
         kind = spec.get("architectures", ["NanocramForMaskedLM"])[0]  # older folders have none
         if "nanocram" not in spec or not kind.endswith("ForMaskedLM"):
             raise ValueError("fine-tuned, or not of train.py: for GLUE type --baseline=hf:FOLDER")
@@ -132,8 +154,13 @@ def load(folder, device="cpu"):
         if (hash_of_code(own) if own else MODERNBERT) != hash_of_code():
             say_once(f"WARNING: {folder} is by another model.py, and the one here computes it")
         model = MaskedLM(ModelConfig(**spec["nanocram"]))
+        wanted, is_native = modernbert_config(model.config), spec["model_type"] == "modernbert"
+        common = sorted((wanted.keys() & spec) - FREE)
+        other = [f"{name}={spec[name]}" for name in common if spec[name] != wanted[name]]
+        if other or (is_native and (other := [not_native(model.config, MODERNBERT)])[0]):
+            raise ValueError(f"config.json has {other[0]}, and something else in nanocram")
         state = {key.removeprefix("net."): tensor for key, tensor in state.items()}
-        if spec["model_type"] == "modernbert":
+        if is_native:
             state = from_folder_keys(state, model.config)
         state.setdefault("decoder.weight", state["model.embeddings.tok_embeddings.weight"])
         model.load_state_dict(state)
@@ -155,11 +182,10 @@ def config_for_rows(folder, data_dir):
     """The fields of its ModelConfig; exits if rows of data_dir are not of the folder's tokens."""
     try:
         config = asdict(load(folder).config)
-        vocabulary = Path(folder, "tokenizer.json").read_bytes()
-    except (ValueError, OSError) as e:
+    except ValueError as e:
         sys.exit(f"init must be scratch, resume, auto or a model folder: {e}")
-    ours = Path(data_dir, "tokenizer.json")
-    if not ours.exists() or ours.read_bytes() != vocabulary:
+    theirs, ours = (Path(place, "tokenizer.json") for place in (folder, data_dir))
+    if not ours.exists() or Tokenizer(ours).vocabulary != Tokenizer(theirs).vocabulary:
         sys.exit(f"{data_dir} has no rows of its tokens: give prepare.py --tokenizer={folder}")
     return config
 

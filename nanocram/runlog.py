@@ -8,24 +8,28 @@ import gc
 import io
 from pathlib import Path
 
-from nanocram.safety import extra, write_beside, write_text
+from nanocram.safety import extra, set_aside, write_beside, write_text
 
 COLUMNS = "elapsed_s step tokens flops loss val_loss_15 val_loss_25 val_nats_per_char".split()
 COLUMNS += "lr batch_size mask_rate grad_norm skipped muon_lr".split()  # then what else there is
 
 
-def read_log(folder):
-    """The lines of log.csv as [{column: number}], without empty fields and broken lines."""
+def read_log(folder, before_writing=False):
+    """The lines of log.csv as [{column: number}], without empty fields and broken lines. Before it
+    is written anew, one with anything else in it, a spreadsheet's, is set aside."""
     path = Path(folder) / "log.csv"
-    text = path.read_text("utf-8") if path.exists() else ""
-    lines = []
-    for cells in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+    text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
+    lines, n_cells = [], 0
+    for cells in csv.DictReader(text.splitlines()):
+        n_cells += sum(any(cell or "") for cell in cells.values())  # of one too many, a list
         line = {}
         for name, cell in cells.items():
             with contextlib.suppress(ValueError, TypeError):
                 line[name] = int(cell) if str(cell).isdecimal() else float(cell)
         if "step" in line and "elapsed_s" in line:
             lines.append(line)
+    if before_writing and sum(map(len, lines)) < n_cells:
+        set_aside(path, f"has what is no number, and {len(lines)} lines that go on")
     return lines
 
 

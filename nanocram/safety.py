@@ -2,7 +2,9 @@
 
 import contextlib
 import ctypes
+import errno
 import functools
+import json
 import os
 import signal
 import sys
@@ -16,6 +18,15 @@ from tqdm import tqdm
 LINE_SECONDS = 120  # between two lines of progress, where there is no terminal
 
 
+def sync(file):
+    """fsync an open file, where its file system can."""
+    try:
+        os.fsync(file)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # some mounted buckets
+            raise
+
+
 def write_beside(path, write):
     """Call write(temporary path), fsync, rename to path: a reader finds the old file or the new."""
     path = path.resolve()  # of a link, the file on the other disk
@@ -23,7 +34,7 @@ def write_beside(path, write):
     try:
         write(temporary)
         with open(temporary, "r+b") as f:
-            os.fsync(f.fileno())
+            sync(f)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)  # it must not keep the disk full
@@ -34,20 +45,38 @@ def write_text(path, text):
     write_beside(path, lambda temporary: temporary.write_text(text, "utf-8", newline="\n"))
 
 
-def lock(folder):
-    """Lock a folder for this process until it ends or drops the result; exits if it is taken."""
-    folder = Path(folder).resolve()  # whatever links lead to it
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # beside the folder, which may be renamed, but inside of a disk, which containers may share
-    place = folder if folder.is_mount() else folder.parent
-    held = FileLock(place / f".{folder.name}.lock", is_singleton=True)  # a notebook has several
+def read_json(path, then):
+    """What a JSON file holds; exits with what to do then if it is missing or damaged."""
     try:
-        held.acquire(timeout=0)
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError) as e:
+        sys.exit(f"{path.absolute()} cannot be read ({first_line(e)}): {then}")
+
+
+def lock(path, timeout=0):
+    """Lock a file or folder until this process ends or drops the result; exits if another has it.
+    Without a file system's own locks there is none: a file in place of one would outlive a kill."""
+    path = Path(path).resolve()  # whatever links lead to it
+    if str(path) != str(path).encode("utf-8", "ignore").decode():  # which fails in torch
+        sys.exit(f"{path} is not UTF-8: type PYTHONUTF8=1 in front, or take another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # beside a folder, which may be renamed, but inside of a disk, which containers may share
+    place = (path if path.is_mount() else path.parent) / f".{path.name}.lock"
+    held = FileLock(place, timeout, is_singleton=True, fallback_to_soft=False)
+    try:
+        held.acquire()  # in a notebook perhaps once more
     except Timeout:
-        sys.exit(f"another process writes to {folder}: wait for it, or choose another folder")
+        sys.exit(f"another process writes to {path}: wait for it, or choose another folder")
     except (NotImplementedError, OSError) as e:  # some network file systems cannot lock
-        print(f"WARNING: cannot lock {folder} ({e}): do not start a second run in it")
+        say_once(f"WARNING: cannot lock {path} ({e}): start no second process that writes there")
     return held
+
+
+def set_aside(path, why):
+    """Rename a file or folder to the first free NAME.1, NAME.2 and so on, and say so."""
+    places = (path.with_name(f"{path.name}.{n}") for n in range(1, sys.maxsize))
+    aside = path.rename(next(place for place in places if not place.exists()))
+    say(f"{path} {why}: moved it to {aside}")
 
 
 def names_in(folder):
@@ -64,17 +93,14 @@ def move_aside(folder):
     names = names_in(folder)
     if names and "run.json" not in names:
         sys.exit(f"{folder} exists and holds no run of train.py: choose another --out_dir")
-    logged = "log.csv" in names and (folder / "log.csv").read_text("utf-8").count("\n") > 2
+    logged = "log.csv" in names and (folder / "log.csv").read_bytes().count(b"\n") > 2
     if names <= {"run.json", "tokenizer.json", "tokenizer_config.json", "log.csv"} and not logged:
         return
-    places = (folder.with_name(f"{folder.name}.{n}") for n in range(1, sys.maxsize))
-    aside = next(path for path in places if not path.exists())
     try:
-        folder.rename(aside)
+        set_aside(folder, "held a run, which --init=auto would have continued")
     except OSError as e:  # a disk is mounted there
         what_helps = f"type --init=auto to continue it, or --out_dir={folder}/2"
         sys.exit(f"{folder} holds a run that cannot be moved ({e.strerror}): {what_helps}")
-    print(f"{folder} held a run: moved it to {aside} (--init=auto would have continued it)")
     folder.mkdir()
 
 

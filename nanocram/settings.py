@@ -43,6 +43,8 @@ def configure(namespace, argv=None, also=None):
             getattr(sys, name).reconfigure(line_buffering=True, errors="replace")
     if namespace["__name__"] == "__main__" and read_ranks()[0]:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of torchrun's processes only one prints
+    if "ipykernel" not in sys.modules:  # a notebook's, which its processes may not find
+        os.environ.pop("MPLBACKEND", None)
     own = find_settings(namespace)
     if argv is None and namespace["__name__"] != "__main__":
         return own
@@ -136,8 +138,7 @@ def find_settings(namespace):
 
 
 def run_recipe(path, names, folder):
-    """Run a recipe, of here or of folder, which changes names; returns them. It may begin with
-    another one: include(its path, as seen from there)."""
+    """Run a recipe of here or of folder on names, and return them; it may include() another one."""
     place = Path(path) if Path(path).exists() else folder / path
     if not place.exists():
         sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")

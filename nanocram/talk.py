@@ -9,7 +9,7 @@ from nanocram import runlog
 from nanocram.data import fill_masks
 from nanocram.facts import measure_facts, note_changes, read_facts, write_card
 from nanocram.model_folder import not_native
-from nanocram.safety import Bar, extra, first_line, move_aside, say, write_text
+from nanocram.safety import Bar, extra, first_line, move_aside, say, set_aside, write_text
 from nanocram.tokenizer import copy_tokenizer
 
 ENGLISH = "once upon a [MASK] there was a king.|he opened the [MASK] and went out."
@@ -20,6 +20,8 @@ def begin_log(run):
     settings, step, is_resumed = run.settings, run.state.step, run.saved_step >= 0
     folder = Path(settings["out_dir"])
     before = read_facts(folder) if is_resumed else {}
+    if is_resumed and not before and (folder / "run.json").exists():
+        set_aside(folder / "run.json", "is damaged")
     found = ("finished_at_step", "frequency_loss", "rows_per_pass")  # as far as they stand there
     facts = {name: before.get(name) for name in found} | measure_facts(run)
     note_changes(facts, before)
@@ -30,14 +32,14 @@ def begin_log(run):
     if is_resumed:
         print(f"resumed at step {step:,}, after {run.state.elapsed / 60:.1f} minutes")
         # forget the lines after the checkpoint
-        log.lines = [line for line in runlog.read_log(folder) if line["step"] <= step]
+        log.lines = [line for line in runlog.read_log(folder, True) if line["step"] <= step]
     else:
         move_aside(folder.resolve())
     log.write_facts()  # first, for by run.json a later command knows a run
     copy_tokenizer(settings["data_dir"], folder, run.model.config.max_seq_len)
     log.write()
     millions, mflops = facts["parameters"] / 1e6, run.flops_per_token / 1e6
-    speed = f"multiplies matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:.2f} TFLOP/s"
+    speed = f"multiplies matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:.3g} TFLOP/s"
     say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {facts['device']} {speed}")
     if why := not_native(run.model.config):
         say(f"with {why} this is no ModernBERT: transformers needs trust_remote_code=True")
@@ -133,12 +135,6 @@ class Log:
             usual = f"guessing by token frequency ({self.facts['frequency_loss']:.3f})"
             say(f"WARNING: no better than {usual}: train longer, or lower the learning rates")
 
-    def warn_if_few(self, said, tokens):
-        share = (tokens + self.run.state.began_from.get("tokens", 0)) / self.facts["parameters"]
-        if share < 1:
-            advice = "a smaller model learns more, see config/small.py"
-            say(f"WARNING: {said} {share:.2g} tokens per parameter: {advice}")
-
     def after_step(self, progress):
         """Move the bar; after ten seconds of training, say once what the budget holds."""
         run, state, before = self.run, self.run.state, self.train_seconds
@@ -156,10 +152,11 @@ class Log:
         if before <= 10 < self.train_seconds and run.clock.is_timed():
             tokens = state.rows_seen * run.rows.seq_len + self.speed * left
             epochs = tokens / run.rows.seq_len / len(run.rows)
-            share = tokens / self.facts["parameters"]
+            share = (tokens + state.began_from.get("tokens", 0)) / self.facts["parameters"]
             held = f"{tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs, {share:.1f} per parameter"
             say(f"{self.speed:,.0f} tokens/s: the budget holds {held}")
-            self.warn_if_few("the budget holds", tokens)
+            if share < 1:
+                say("WARNING: with so few a smaller model learns more, and so does more time")
 
     def report(self, losses, is_saved):
         """Say what the run was and what the model has learnt; without losses, how to go on."""
@@ -176,7 +173,6 @@ class Log:
         read = f"{tokens:,} tokens, {words:.2f}M words, {epochs:.2f} epochs"
         took = f"{run.clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
         say(f"{steps}; {read}; {self.speed:,.0f} tokens/s, MFU {self.mfu:.0%}; {took}")
-        self.warn_if_few("the model has read", tokens)
         at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
         per_char = f"{losses['val_nats_per_char']:.4f} nats per character"
         say(f"held-out loss {at_15:.4f} at 15 % masked, {at_25:.4f} at 25 %; {per_char}")

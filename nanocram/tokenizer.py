@@ -145,7 +145,7 @@ def train_tokenizer(texts, size, mode, folder):
 
 def copy_tokenizer(source, folder, longest):
     """Copy its files to folder, with the length at which transformers has to cut."""
-    config = json.loads(Path(source, "tokenizer_config.json").read_text("utf-8"))
+    config = safety.read_json(Path(source, "tokenizer_config.json"), "run prepare.py again")
     config["model_max_length"] = longest
     safety.write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
     safety.write_text(folder / "tokenizer.json", Path(source, "tokenizer.json").read_text("utf-8"))
@@ -170,6 +170,7 @@ class Tokenizer:
             ranks = {bytes(BYTE_OF[char] for char in word): vocab[word] for word in words}
             parts = {"pat_str": PATTERN, "mergeable_ranks": ranks, "special_tokens": SPECIAL}
             self.encoding = tiktoken.Encoding("nanocram", **parts)
+            self.vocabulary = self.mode, ranks  # all that decides the ids of a text
         except Exception as e:  # there are many ways to be another file
             what = f"not a tokenizer.json of prepare.py ({e!r:.80})"
             sys.exit(f"{path} is {what}: name another folder, or prepare the data again")

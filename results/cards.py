@@ -12,7 +12,10 @@ tokens/s for full batches was 2 % too high: products are faster, bytes slower th
 """
 
 import math
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 import isoflop
 
 # A step, compiled for sm_90, as traced on a stubbed card, where kernels and sizes are real and no

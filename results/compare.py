@@ -11,6 +11,7 @@ compare.md, compare.png go into the folder that holds all the runs.
 
 import glob
 import itertools
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ LOSS = "val_loss_15"  # what is compared
 # tokens of a short run may be worth 0.01 nats.
 EQUAL = {"elapsed_s": 0.95, "tokens": 0.99}
 WIDEST = 0.25  # share of a run between two evaluations that a straight line may cross
+# what a run.json must have; an older one, or another program's, may not
+NEEDED = "began_from code data device finished_at_step frequency_loss held_out parameters".split()
 # settings in which the runs of a variant may differ
 FREE = "seed out_dir init micro_batch checkpoint_minutes snapshots wandb_project".split()
 HEADING = (
@@ -54,15 +57,33 @@ class Run:
         return self.evals[-1]
 
     @property
-    def is_finished(self):
-        return bool(self.evals) and self.facts.get("finished_at_step") == self.end["step"]
+    def changed(self):
+        """The settings that a resume changed, as far as they matter."""
+        free = {*FREE} - {"seed"}
+        return [name for name in self.facts.get("changed_at_resume", []) if name not in free]
+
+    def flaw(self):
+        """Why it cannot be compared; "" if it can."""
+        settings = self.facts.get("settings", {})
+        missing = [name for name in NEEDED if name not in self.facts]
+        missing += [name for name in ("seed", "eval_rows") if name not in settings]
+        if missing:
+            return f"has no run.json of this version: {missing[0]} is missing"
+        last, wanted = self.evals[-1]["step"] if self.evals else 0, self.facts["finished_at_step"]
+        if wanted is None or last > wanted:  # or resumed, and then stopped
+            return "was stopped"
+        if last < wanted:
+            return "has a log.csv without the end, or one that cannot be read"
+        if not all(math.isfinite(line[LOSS]) for line in self.evals):
+            return "diverged"
+        return "got another seed at a resume" if "seed" in self.changed else ""
 
     def kind(self):
         """{name: value} of all in which runs of one variant should not differ."""
         facts = self.facts
-        kind = {k: v for k, v in facts["settings"].items() if k not in FREE}
-        kind |= {name: facts[name] for name in ("data", "device", "code")}
-        return kind | {"init": facts["began_from"]}
+        kind = {k: v for k, v in facts.get("settings", {}).items() if k not in FREE}
+        kind |= {name: facts.get(name) for name in ("data", "device", "code")}
+        return kind | {"init": facts.get("began_from"), "a resume": self.changed}
 
 
 def find_runs(argument):
@@ -71,39 +92,41 @@ def find_runs(argument):
     if not pattern or "/" in name:
         name, pattern = "", argument
     runs, is_single = [], False
-    for path in sorted(glob.glob(pattern)):
+    # the [1e-3] of a name is no choice of characters
+    for path in sorted(glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))):
         is_run = os.path.exists(f"{path}/run.json")
         is_single |= is_run
-        for folder in [path] if is_run else sorted(glob.glob(f"{path}/*")):
-            if facts := read_facts(folder):
-                evals = [line for line in read_log(folder) if LOSS in line and line["step"]]
-                runs.append(Run(folder, facts, evals))
+        for folder in [path] if is_run else sorted(map(str, Path(path).glob("*"))):
+            if os.path.exists(f"{folder}/run.json"):
+                lines = [line for line in read_log(folder) if {LOSS, "tokens"} <= line.keys()]
+                evals = [line for line in lines if line["step"]]
+                runs.append(Run(folder, read_facts(folder), evals))
     if not runs:
         sys.exit(f"{pattern} holds no run: name out_dirs of train.py, as in base='out/base/*'")
-    if not any(run.is_finished for run in runs):
-        sys.exit(f"{pattern}: no run is finished; finish one, or leave them out")
+    if all(run.flaw() for run in runs):
+        sys.exit(f"{pattern} has no whole run: {runs[0].folder} {runs[0].flaw()}; leave them out")
     return name or ("" if is_single else pattern), runs
 
 
 def find_variants(arguments):
-    """({name: its finished runs, by seed}, {name: folders of others}); exits if a seed is there
-    twice."""
-    variants, names, unfinished = {}, {}, {}
+    """({name: its runs, by seed}, {name: folders that cannot be compared, and why}); exits if a
+    seed is there twice."""
+    variants, names, flawed = {}, {}, {}
     for name, runs in map(find_runs, arguments):
         for run in runs:
             # without a name runs of one kind are a variant, called after the first one
             called = name or names.setdefault(str(sorted(run.kind().items())), run.folder)
-            if run.is_finished:
-                variants.setdefault(called, []).append(run)
+            if flaw := run.flaw():
+                flawed.setdefault(called, []).append(f"{run.folder} ({flaw})")
             else:
-                unfinished.setdefault(called, []).append(run.folder)
+                variants.setdefault(called, []).append(run)
     for name, runs in variants.items():
         runs.sort(key=lambda run: run.seed)
         for one, other in itertools.pairwise(runs):
             if one.seed == other.seed:
                 which = f"{name} has seed {one.seed} twice, in {one.folder} and {other.folder}"
                 sys.exit(f"{which}: leave one out, or give each variant a name: base='out/base/*'")
-    return variants, unfinished
+    return variants, flawed
 
 
 def difference(run, base, column):
@@ -174,10 +197,10 @@ def speed(run):
     return run.end["tokens"] / run.end["elapsed_s"]
 
 
-def warnings(variants, unfinished):
+def warnings(variants, flawed):
     """What would mislead."""
-    for name, folders in unfinished.items():
-        yield f"{name} has runs that were stopped, or diverged: {', '.join(folders)}"
+    for name, folders in flawed.items():
+        yield f"{name} is compared without {', '.join(folders)}"
     everyone = [run for runs in variants.values() for run in runs]
     if len({run.facts["data"] for run in everyone}) > 1:
         yield "the runs were trained on different data"
@@ -209,12 +232,11 @@ def warnings(variants, unfinished):
         yield "of many variants one may look better by chance: about one in twenty"
 
 
+@safety.extra("compare.png")
 def draw(variants, path):
     """Held-out losses by time and by tokens; the differences, seed by seed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit("no picture: pip install matplotlib")
+    from matplotlib.figure import Figure
+
     base_runs, *_ = variants.values()
     beside = {name: pairs(runs, base_runs) for name, runs in list(variants.items())[1:]}
     beside = {name: found for name, found in beside.items() if found}
@@ -248,23 +270,25 @@ def draw(variants, path):
 
 
 def main():
+    os.environ.pop("MPLBACKEND", None)  # of a notebook, whose packages may be elsewhere
     arguments = sys.argv[1:]
     if not arguments or arguments[0].startswith("-"):
         sys.exit(__doc__.strip())
-    variants, unfinished = find_variants(arguments)
+    variants, flawed = find_variants(arguments)
     base, *_ = variants
     lines = [HEADING, "| --- |" + " ---: |" * 8]
     for name, runs in variants.items():
-        is_whole = not unfinished.keys() & {name, base}
+        is_whole = not flawed.keys() & {name, base}
         lines.append(table_line(name, runs, variants[base], is_whole))
-    lines += ["", *(f"WARNING: {said}" for said in warnings(variants, unfinished))]
+    lines += ["", *(f"WARNING: {said}" for said in warnings(variants, flawed))]
     table = "\n".join(lines)
     parents = [Path(run.folder).resolve().parent for runs in variants.values() for run in runs]
     folder = Path(os.path.commonpath(parents))
     if folder == folder.parent:  # of two disks, say
         folder = parents[0]
     print(f"{table}\n{folder}: compare.md (this table), compare.png")
-    safety.write_text(folder / "compare.md", table + "\n")
+    with safety.extra("compare.md"):
+        safety.write_text(folder / "compare.md", table + "\n")
     draw(variants, folder / "compare.png")
 
 

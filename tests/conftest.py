@@ -24,8 +24,7 @@ MODULES = tempfile.TemporaryDirectory()  # the code of folders, as transformers 
 os.environ["HF_MODULES_CACHE"] = MODULES.name
 # A shell's script ignores SIGINT in what it starts in its background, and so would our children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# Nor a GPU: where there is one, they run on the CPU beside it. test_gpu.py shows it again to the
-# processes that it starts.
+# Nor a GPU: they run on the CPU beside it. test_gpu.py shows it to the processes that it starts.
 if "GPUS_BEFORE_TESTS" not in os.environ:
     os.environ["GPUS_BEFORE_TESTS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -11,8 +11,7 @@ SHA = 40 * "0"
 
 
 def serve(root, monkeypatch):
-    """Serve root/{datasets,models}/OWNER/NAME to processes that start while monkeypatch lasts.
-    Returns a list of the paths that are asked for."""
+    """Serve root/{datasets,models}/OWNER/NAME to processes; return a list of what is asked for."""
     answer = functools.partial(Answer, directory=root)
     server = ThreadingHTTPServer(("127.0.0.1", 0), answer)
     server.requests = []

@@ -10,7 +10,6 @@ from conftest import SMALL_MODEL, put, script, table_cells
 from nanocram import runlog
 from results import compare
 
-BASE = (3.0, 3.1, 2.9, 3.05, 2.95)
 T_OF_4 = 2.776  # Student's t, 4 degrees of freedom, 0.05 two-sided, of any textbook
 BASE = (3.0, 3.1, 2.9, 3.05, 2.95)
 
@@ -65,8 +64,11 @@ def test_a_difference_is_believed_from_students_t_on(tmp_path, table, factor):
     write_run(tmp_path / "b/9", 9, 3.0, code="edited", finished_at_step=50)
     (_, edited), said = table(f"base={tmp_path}/a/*", f"edited={tmp_path}/b")
     assert edited[7].endswith("of 5 pairs; no verdict, for runs are missing")
-    assert f"edited has runs that were stopped, or diverged: {tmp_path}/b/9" in said
+    assert f"edited is compared without {tmp_path}/b/9 (was stopped)" in said
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("compare.md", "compare.png"):  # where it may not write, it prints
+        (tmp_path / f"a/{name}.tmp").mkdir()
+        assert f"no {name}: " in table(f"base={tmp_path}/a/*")[1]
 
 
 def test_nothing_is_believed_where_a_run_is_in_mid_schedule(tmp_path, table):
@@ -113,6 +115,21 @@ def test_what_misleads_is_said(tmp_path, table, monkeypatch):
     assert "the runs of other differ in lr" in said(settings={"lr": 0.2})
     assert "other has 8,000 to 10,000 tokens/s" in said(tokens=800_000)
     assert "other guesses no better than by token frequency" in said(loss=6.7)
+    # what cannot be compared is named; a byte-order mark harms nothing
+    path = tmp_path / "lr[1e-3]"
+    write_run(path / "a", 5, 3.0, changed_at_resume=["seed", "out_dir"])
+    write_run(path / "b", 5, np.nan)
+    write_run(path / "c", 5, 3.0, finished_at_step=70)
+    write_run(path / "d", 5, 3.0)
+    (path / "d/run.json").write_text('{"settings": {}}')
+    write_run(path / "e", 1, 3.0, changed_at_resume=["lr", "init"])
+    log = (path / "e/log.csv").read_text()
+    (path / "e/log.csv").write_text(log.strip(), "utf-8-sig")
+    (_, other), text = table(f"base={tmp_path}/e[15]", f"other={path}/*")
+    flaws = {"a": "got another seed", "b": "diverged", "c": "has a log.csv without the end"}
+    for name, why in (flaws | {"d": "has no run.json of this version: began_from is"}).items():
+        assert f"/{name} ({why}" in text
+    assert other[1] == "1"
     stopped = write_run(tmp_path / "stopped", 0, 3.0, finished_at_step=50)
     for arguments in (["nowhere"], [f"a={tmp_path}/[er]0"], [names[0], stopped], ["--help"]):
         with pytest.raises(SystemExit, match=r"[a-z]"):

@@ -1,5 +1,6 @@
 """What a day may bring to train.py: kills, full disks, signals, damaged checkpoints."""
 
+import errno
 import math
 import os
 import pickle
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from forked import Forked
 from torch.testing import assert_close
 
 import train as module
-from nanocram import model_folder, runlog, talk
+from nanocram import glue, model_folder, runlog, talk
 from nanocram.facts import read_facts
 
 
@@ -119,6 +121,44 @@ def test_a_full_disk(run_of_3_steps, train):
     assert before == {path: path.read_bytes() for path in before} and not list(out.glob("*tmp*"))
     train.main()
     assert whole(out)["step"] == 9
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+@pytest.mark.parametrize("call", ["os.fsync", "os.chmod", "fcntl.flock"])
+def test_what_a_file_system_lacks_costs_nothing(train, monkeypatch, call, number):
+    """A mounted bucket's, a network share's; the file of a lock is there from before."""
+    pytest.importorskip("fcntl", reason="there is none on Windows")
+    fail = Mock(side_effect=OSError(number, "made up"))
+    monkeypatch.setattr(call, fail)
+    out = Path(train.out_dir)
+    out.with_name(f".{out.name}.lock").touch()
+    put(monkeypatch, train, max_steps=2, samples="")
+    train.main()
+    assert whole(out)["step"] == 2 and (out / "README.md").exists()
+    (out / ".glue.lock").touch()
+    glue.add_runs(out)
+    if call == "os.fsync":  # but where a disk fails
+        fail.side_effect = OSError(errno.EIO, "made up")
+        with pytest.raises(OSError, match="made up"):
+            glue.add_runs(out)
+
+
+@pytest.mark.parametrize("damage", ["", '{"settings": {', "[1]", '{"settings": 1}'])
+def test_a_resume_keeps_what_it_cannot_read(run_of_3_steps, train, damage):
+    """A run.json that is none; a log.csv with a note, or with decimal commas, but not a mark."""
+    out, before = run_of_3_steps, runlog.read_log(run_of_3_steps)
+    path, text = out / "log.csv", (out / "log.csv").read_text().strip() + ","
+    sheet = (text.replace(",", ";").replace(".", ",") + "grün").encode("cp1252")
+    (out / "run.json").write_text(damage)
+    for content in (text.encode("utf-8-sig"), (text + "good\n").encode(), sheet):
+        path.write_bytes(content)
+        train.main()
+        lines, number = runlog.read_log(out), len(list(out.glob("log.csv.*")))
+        assert lines[: len(before)] == before or content == sheet
+        train.max_steps += 1  # for the next resume
+    assert number == 2 and (out / "log.csv.2").read_bytes() == sheet
+    assert (out / "run.json.1").read_text() == damage
+    assert read_facts(out)["finished_at_step"] == whole(out)["step"] == lines[-1]["step"] == 11
 
 
 def test_a_closed_pipe_ends_no_run_and_two_never_write_one_folder(tmp_path, data_dir):
@@ -226,7 +266,10 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_one_line(run_of_3_steps
     path = run_of_3_steps / "ckpt.pt"
     good, ckpt = path.read_bytes(), torch.load(path, weights_only=True)
     bomb = pickle.dumps(Bomb(), 2)
-    for content in (b"", {}, good[:1000], good[:-1000], bomb, ckpt | {"state": Bomb()}):
+    weight = ckpt["model"]["decoder.weight"].numpy().tobytes()
+    flipped = good.replace(weight, weight[:-1] + bytes([weight[-1] ^ 64]))  # a bit of an exponent
+    assert flipped != good
+    for content in (b"", {}, good[:1000], good[:-1000], flipped, bomb, ckpt | {"state": Bomb()}):
         assert "damaged" in refusal(run_of_3_steps, content)
     assert not Path("exploded").exists()
     pickle.loads(bomb)

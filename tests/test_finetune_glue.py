@@ -229,7 +229,7 @@ def test_encoders_of_transformers_learn(kind, tmp_path, data_dir):
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(model, settings):
-    (model / ".glue.lock").mkdir()
+    (model / "glue.jsonl.tmp").mkdir()
     put(settings, ft, fine_tune=pytest.fail)
     with pytest.raises(SystemExit, match="make a copy, type --model=COPY"):
         run(model)

@@ -93,8 +93,7 @@ def others(field):
 
 
 def architectures(*bases):
-    """Switches of random_model() for parametrize: each base's, with our recipes' and with any one
-    other; those that fit together."""
+    """Switches of random_model(): each base's, with our recipes' and any one other that fits."""
     each = [{f.name: value} for f in fields(ModelConfig) for value in others(f)]
     found = []
     for base, switches in itertools.product(bases, [{}, CRAMMED, BERT, *each]):
@@ -127,8 +126,7 @@ def test_computing_only_what_is_read_changes_nothing_nor_does_padding(switches, 
 
 
 def test_narrow_layers_against_torchs_own_attention():
-    """The last two of three by nn.MultiheadAttention (arXiv 2301.04761, "SparseQueries"), whose
-    values have the embeddings, too."""
+    """The last two of three by nn.MultiheadAttention (2301.04761); values have the embeddings."""
     model = random_model(position_embedding="learned", n_narrow=2, token_values=True).model
     ids, mask = padded_batch(17)
     with torch.no_grad():
@@ -199,8 +197,7 @@ def test_narrow_models_start_with_larger_weights():
 
 @torch.no_grad()
 def test_heads_begin_by_attending_to_neighbours(tmp_path):
-    """By transformers' weights of attention, of tokens that differ: even heads to the token before,
-    odd ones to the one behind, in each layer; without the setting to none."""
+    """By transformers' weights: even heads to the token before, odd ones to the one behind."""
     ids = torch.arange(5, 85)[None]
     for neighbour_heads in (True, False):
         sizes = SIZES | {"n_head": 4, "n_embd": 256}

@@ -1,6 +1,8 @@
 """What transformers reads of a model folder, after an edit of model.py too; what load() does."""
 
+import json
 import os
+import random
 
 import pytest
 import torch
@@ -45,8 +47,7 @@ def test_what_is_saved_is_loaded_and_transformers_computes_it(tmp_path, switches
 
 @pytest.mark.parametrize("switches", [POSITIONS, BERT], ids=str)
 def test_classes_of_transformers_around_a_model_of_ours(tmp_path, switches):
-    """Hidden states, losses, ties, a larger vocabulary, labels of rows and of tokens; saved by
-    transformers, and moved. No code runs that is not trusted."""
+    """Hidden states, losses, ties, labels; saved by transformers, moved. No code runs untrusted."""
     model = random_model(**switches).float()
     save(model, tmp_path / "ours")
     with pytest.raises(ValueError, match="trust_remote_code"):
@@ -127,10 +128,19 @@ def test_what_transformers_has_saved(tmp_path):
 def test_broken_folders_are_one_line(tmp_path):
     refused(tmp_path, "is no model folder")
     save(random_model(linear_bias=True), tmp_path)
-    config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"linear_bias": true', '"linear_bias": 0'))
-    refused(tmp_path, r"model\.layers\.0\.")  # torch names the tensor
-    (tmp_path / "config.json").write_text(config)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    ours = {"n_head": 4, "norm_eps": 1e-3, "position_embedding": "sinusoidal", "n_narrow": 2}
+    edits = [{"nanocram": config["nanocram"] | {name: ours[name]}} for name in ours]
+    edits += [{"num_attention_heads": 4}, {"hidden_activation": "relu"}]
+    for edit in edits if config["model_type"] == "modernbert" else ():  # it may be none in a fork
+        path.write_text(json.dumps(config | edit))
+        refused(tmp_path, "and something else in nanocram")
+    path.write_text(json.dumps(config))
     weights = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    refused(tmp_path, "is no model folder")
+    noise = random.Random(0).randbytes(64)
+    for damaged in (weights[: len(weights) // 2], weights[:-999] + noise + weights[64 - 999 :]):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        refused(tmp_path, "is no model folder")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    refused(tmp_path, r"no model\.safetensors: let transformers save it")

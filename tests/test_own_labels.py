@@ -9,8 +9,10 @@ import sys
 import joblib
 import pytest
 import sklearn.metrics
+import torch
 import transformers
 from conftest import command, script, write_model
+from safetensors.torch import load_file
 
 from nanocram.tokenizer import Tokenizer
 from prepare import is_held_out
@@ -55,13 +57,16 @@ LEFT_OUT = "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos
         ('{"text": "a", "label": 1}\n{"text": "b", "label": "1"}\n', "", "2 to train on, .*: 1\n"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path, monkeypatch, capsys, content, dev, said):
-    """There is no such model, so that all of them end in one line."""
+def test_what_is_wrong_is_said(tmp_path, data_dir, monkeypatch, capsys, content, dev, said):
+    """There is no such model, or the folder of the bag, so that all of them end in one line."""
+    (tmp_path / "new.joblib").mkdir()
+    model = write_model(tmp_path / "model", data_dir) if "a bag of" in said else "out/none"
+    options = {"trust_remote_code": (tmp_path / "model/model.py").exists()}  # of a fork
     path = tmp_path / ("a.jsonl" if content[:1] == "{" else "a.csv")
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "dev.csv").write_text(dev)
-    options = {"dev": tmp_path / "dev.csv"} if dev else {}
-    argv = command(SCRIPT, "out/none", path, tmp_path / "new", **options)[1:]
+    options |= {"dev": tmp_path / "dev.csv"} if dev else {}
+    argv = command(SCRIPT, model, path, tmp_path / "new", **options)[1:]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit, match=r"^.+$") as end:
         runpy.run_path(argv[0], run_name="__main__")
@@ -70,7 +75,7 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch, capsys, content, dev, said
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own_code", [False, True])
-def test_own_labels(tmp_path, data_dir, sentences, own_code):
+def test_own_labels(tmp_path, data_dir, sentences, monkeypatch, own_code):
     model = write_model(tmp_path / "model", data_dir, token_values=own_code)
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trained_on": {"seq_len": 32}}))
@@ -84,7 +89,11 @@ def test_own_labels(tmp_path, data_dir, sentences, own_code):
         csv.writer(file, delimiter=";").writerows(table)
     options = {"epochs": 2, "seed": 3, "text_column": "body", "label_column": "queue"}
     options["trust_remote_code"] = own_code or (model / "model.py").exists()  # a fork's model
+    half = {"dtype": torch.bfloat16, "trust_remote_code": True}
+    transformers.AutoModelForMaskedLM.from_pretrained(model, **half).save_pretrained(model)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of a batch system
     said = script(SCRIPT, model, train, out, **options)
+    assert {x.dtype for x in load_file(out / "model.safetensors").values()} == {torch.float32}
     tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
     ids = Tokenizer(model / "tokenizer.json").encode(rows[0][0]).tolist()
     assert tokenizer(rows[0][0])["input_ids"][1:-1] == ids  # as in pre-training, a [SEP] is text
@@ -104,3 +113,6 @@ def test_own_labels(tmp_path, data_dir, sentences, own_code):
     assert f"accuracy of {bag_hits:.1%}, always naming 'asks' {always:.1%}" in before
     assert f"accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows" in after
     assert not (tmp_path / "new/labelled.tmp").exists()
+    train.write_text(train.read_text("utf-8-sig").replace("asks", "wants"))
+    said = script(SCRIPT, out, train, tmp_path / "more", status=1, **options)
+    assert "is a classifier of asks, tells: name the folder" in said and "a bag of" not in said

@@ -41,8 +41,7 @@ def torchrun(tmp_path, **settings):
 
 
 def test_two_ranks_match_one(train, monkeypatch, data_dir, tmp_path):
-    """The ramp begins with one micro-batch, so that a rank is idle, and ends with three, so that
-    one has more to do."""
+    """The ramp goes from one micro-batch, with a rank idle, to three, with more for one to do."""
     settings = SETTINGS | {"data_dir": str(data_dir), "max_steps": 8, "batch_size": 24}
     settings |= {"optimizer": "adamw", "dropout": 0.1}
     ranks = torchrun(tmp_path, **settings, out_dir=tmp_path / "two")

@@ -44,17 +44,20 @@ SLIPS = {
         ("--mask_rate=0", "mask_rate=0.0 cannot work: type 0.001 to 0.9"),
         ("--mask_token_share=0.8 --random_token_share=0.3", "random_token_share=0.3 cannot"),
         ("--data_dir=nowhere", "run python prepare.py --data_dir=nowhere"),
+        ("--data_dir=noise", "train.bin is damaged: delete its folder, then run prepare.py"),
+        ("--data_dir=half", "meta.json cannot be read (Expecting"),
         ("--init=resume", "ckpt.pt not found: name the --out_dir"),
         ("--init=scrach", "init must be scratch, resume, auto or a model folder: scrach is no"),
         ("--init=model --n_embd=64", "type --n_embd=32"),
         ("--init=model --out_dir=model", "init=model is in out_dir: choose another"),
         ("--init=model --data_dir=nowhere", "give prepare.py --tokenizer=model"),
         ("--out_dir=mine", "mine exists and holds no run of train.py: choose another --out_dir"),
-        ("--max_epochs=0.001", "the budget ends at step 0: to go on, type --max_epochs="),
+        ("--max_epochs=0.001", "the budget ends at step 0: to go on, type a larger"),
         ("--snapshots=1M,2M", "snapshots=1M,2M: type millions of words, such as --snapshots=1,2.5"),
         ("--samples=none", "samples: each sentence needs one [MASK]"),
         ("--offload=True", "type --optimizer=adamw"),
         ("--offload=True --optimizer=adamw --n_embd=400000", "GB more than are free: type"),
+        ("--out_dir=\udcf6", "is not UTF-8: type PYTHONUTF8=1 in front, or take another name"),
         ("--device=cuda", "cannot use device=cuda: type --device=cpu, or install"),
     ],
     "finetune_glue.py": [
@@ -76,6 +79,10 @@ def folder(tmp_path_factory, corpus, data_dir):
     """A working folder: data, a model, texts that cannot be prepared, and what is precious."""
     path = tmp_path_factory.mktemp("slips")
     shutil.copytree(data_dir, path / "data")
+    for name in ("noise", "half"):
+        shutil.copytree(data_dir, path / name)
+    (path / "noise/train.bin").write_bytes(b"\xff" * (data_dir / "train.bin").stat().st_size)
+    (path / "half/meta.json").write_text("{")
     write_model(path / "model", data_dir)
     text = corpus.read_text()
     (path / "corpus.txt").write_text(text)

@@ -187,7 +187,7 @@ def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys
     """The budget is used to its end, by a made-up clock: one of them takes 200 s more."""
     usual, clock, count = {"step": 1.0, "eval": 6.0, "save": 2.0}, [0.0], Counter()
     setting(budget_hours=600 / 3600, evals=8, checkpoint_minutes=1e-9, samples="")
-    monkeypatch.setattr(module, "now", lambda: clock[0])
+    monkeypatch.setattr(machine, "now", lambda: clock[0])
 
     def set_up(run, rows):
         clock[0] += 60.0
@@ -217,14 +217,16 @@ def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys
     module.main()
     last = runlog.read_log(train.out_dir)[-1]
     assert 585 < last["elapsed_s"] <= 600 and last["lr"] < 0.05
-    said = re.findall(r"WARNING: a (\w+) took (\d+) s", capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert said.count("with so few a smaller model learns more") == 1
+    said = re.findall(r"WARNING: a (\w+) took (\d+) s", said)
     # how long the first save takes nobody knows before
     assert said == [(kind, f"{usual[kind] + 200:.0f}")] * (kind != "save" or number > 0)
 
 
 def test_a_budget_that_setting_up_uses_trains_nothing(train, setting):
     setting(budget_hours=1e-6)
-    with pytest.raises(SystemExit, match=r"at step 0: .* type --budget_hours=0.00\d or more$"):
+    with pytest.raises(SystemExit, match="at step 0: to go on, type a larger"):
         module.main()
     assert not (Path(train.out_dir) / "README.md").exists()
 
@@ -236,7 +238,6 @@ def test_a_result_that_is_none_is_called_so(train, setting, monkeypatch, capsys)
     module.main()
     said = capsys.readouterr().out
     assert said.count("WARNING: no better than guessing") == 2
-    assert re.search(r"^WARNING: .* 0\.\d+ tokens per parameter", said, re.MULTILINE)
     assert re.search(r"^ 58%  step 7  loss .* tokens/s .* min left$", said, re.MULTILINE)
 
 
@@ -257,7 +258,7 @@ def test_the_log(train, setting, tmp_path, monkeypatch):
     path = Path(train.out_dir) / "log.csv"
     header, first, second, third = path.read_text().splitlines()
     lines = [header + ",mine", first + ",", second + ",1.5", third + ",2.5"]
-    path.write_text("\n".join([*lines, "9,8,7", "", "15.0,3"]))
+    path.write_text("\n".join([*lines, "9,8,7", ""]))
     before = runlog.read_log(train.out_dir)
     assert before[1]["mine"] == 1.5
     setting(init="resume", max_steps=8, lr=0.001, muon_lr=0.02)
@@ -343,8 +344,7 @@ def test_what_is_in_a_folder_is_never_lost(train, setting, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("driver", ["/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"])
 def test_a_gpu_that_torch_cannot_use_is_one_line(monkeypatch, driver, capsys):
-    """A day on the CPU would be a surprise, unless the user hides the GPU or asks for the CPU; so
-    would an emulated dtype."""
+    """Unless the user hides it, or asks for the CPU. An emulated dtype would be a surprise, too."""
     monkeypatch.setattr(machine, "Path", lambda name: ROOT / ("" if name == driver else "none"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert machine.pick("auto", "float32")[0].type == "cpu"  # the tests hide it
@@ -356,11 +356,6 @@ def test_a_gpu_that_torch_cannot_use_is_one_line(monkeypatch, driver, capsys):
         monkeypatch.setattr(machine, "native_bf16", lambda device, so=is_native: so)
         machine.pick("cpu", "bfloat16")
         assert ("WARNING: bfloat16" in capsys.readouterr().out) != is_native
-
-
-def test_a_run_needs_no_git(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert machine.describe(torch.device("cpu"))["commit"] == "unknown"
 
 
 def test_a_compiler_that_fails_is_one_line(train, setting, monkeypatch):
@@ -375,6 +370,7 @@ def test_a_compiler_that_fails_is_one_line(train, setting, monkeypatch):
 
 def test_a_compiler_that_the_environment_forbids_is_named(train, setting, monkeypatch, capsys):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("PATH", "")  # no git
     monkeypatch.setattr(torch._dynamo.utils, "counters", {"stats": {"unique_graphs": 0}})
     setting(compile=True, max_steps=1)
     train.main()

@@ -72,8 +72,8 @@ def find_files():
     for name in (os.path.expanduser(name.strip()) for name in names):
         if name == "data/sample.txt.gz" and not os.path.isfile(name):  # from another folder
             name = os.path.join(os.path.dirname(__file__), name)
-        matches = [name] if os.path.isfile(name) else glob.glob(name, recursive=True)
-        matches = matches or glob.glob(name.replace("[", "[[]"), recursive=True)  # "lr[1e-3]"
+        exact = glob.glob(name.replace("[", "[[]"), recursive=True)  # of a folder lr[1e-3]
+        matches = [name] if os.path.isfile(name) else exact or glob.glob(name, recursive=True)
         paths = sorted({path for path in matches if not os.path.isdir(path)})
         if matches and not paths:
             sys.exit(f"{matches[0]} is a folder: {sources.files_in(matches[0])}")

@@ -567,11 +567,11 @@ def exit_if_done(run, progress):
     state = run.state
     if progress < 1 or state.step != state.finished_at:
         return
-    needed = ("config.json", "model.safetensors", "tokenizer.json", "run.json")
-    if state.step and not all(Path(out_dir, name).exists() for name in needed):
-        return  # the end once more makes what was deleted
-    more = "a larger --budget_hours, --max_steps or --max_epochs"
-    said = f"the budget ends at step {state.step:,}: to go on, type {more}"
+    needed = [Path(out_dir, x) for x in ("config.json", "model.safetensors", "tokenizer.json")]
+    if state.step and not (facts.read_facts(out_dir) and all(map(Path.exists, needed))):
+        return  # the end once more makes what is missing or damaged
+    limit = "max_steps" if max_steps else "max_epochs" if max_epochs else "budget_hours"
+    said = f"the budget ends at step {state.step:,}: to go on, type a larger --{limit}"
     if init == "auto" and state.step:  # which is no error
         is_by_this_code = facts.read_facts(out_dir).get("code", "").startswith(machine.code_hash())
         print(said if is_by_this_code else f"{said}; it was trained by other code")

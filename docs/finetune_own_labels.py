@@ -185,9 +185,7 @@ auto = transformers.AutoModelForSequenceClassification
 try:
     config = transformers.AutoConfig.from_pretrained(args.model, **trusted)
     known = [*config.id2label.values()]
-    if not args.fresh and "Classification" in str(config.architectures) and known != names:
-        what_helps = "name the folder that it was made from"
-        sys.exit(f"{args.model} is a classifier of {', '.join(known[:5])}: {what_helps}")
+    is_other = "Classification" in str(config.architectures) and known != names
     config.id2label, config.label2id = dict(enumerate(names)), {x: i for i, x in enumerate(names)}
     config.classifier_pooling = args.pooling
     # "[SEP]" in a text is text, as in pre-training
@@ -198,11 +196,16 @@ try:
     else:
         if Path(args.model, "model.safetensors").exists():
             model_folder.read_weights(Path(args.model))  # transformers compares no checksum
-        model = auto.from_pretrained(args.model, config=config, **trusted)
+        how = {"config": config, "ignore_mismatched_sizes": is_other, **trusted}
+        model = auto.from_pretrained(args.model, **how)
+    if is_other and not args.fresh:
+        print(f"{args.model} has labels of its own ({', '.join(known[:5])}): they are dropped")
+        trained, model = model, auto.from_config(config, **trusted)
+        model.base_model.load_state_dict(trained.base_model.state_dict())
 except Exception as e:  # no such folder, a damaged one: there are many ways
     if "trust_remote_code" in str(e):
         sys.exit(f"{args.model} carries code: read it, then type --trust_remote_code=True")
-    sys.exit(f"cannot read {args.model}: {str(e).splitlines()[0]}")
+    sys.exit(f"cannot read {args.model}: {safety.first_line(e)}")
 model.float()  # the folder may have been saved in half precision
 kind, bag = best_bag(train)
 bag_hits = bag.score(*zip(*dev, strict=True))

@@ -49,13 +49,12 @@ def measure_facts(run):
 
 def note_changes(facts, before):
     """Print what a resume changes; its facts get the settings' names and the code before."""
-    changed = set(before.get("changed_at_resume", []))
+    changed = facts["changed_at_resume"] = before.get("changed_at_resume", [])
     for name, was in before.get("settings", {}).items():
         now = facts["settings"].get(name)
         if name != "init" and now != was:
             print(f"{name} was {was!r} before the resume, and is {now!r} now")
-            changed.add(name)
-    facts["changed_at_resume"] = sorted(changed)
+            changed.append(name)
     code = before.get("code", facts["code"])
     if not code.startswith(facts["code"]):
         print("the code was edited before the resume: see python -m pytest tests/test_edit.py")
@@ -70,8 +69,7 @@ def write_card(folder, glue_table=""):
     path, name = folder / "README.md", folder.name
     evaluations = [line for line in read_log(folder) if "val_loss_15" in line and line["step"]]
     is_ours = not path.exists() or path.read_text("utf-8").startswith(BEGIN)
-    facts = read_facts(folder)
-    if not (evaluations and is_ours and facts):
+    if not (evaluations and is_ours and (facts := read_facts(folder))):
         return
     last = evaluations[-1]
     config = json.loads((folder / "config.json").read_text("utf-8"))

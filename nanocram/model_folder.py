@@ -24,8 +24,12 @@ CODE = {"hf_model.py": Path(__file__).with_name("hf_model.py").read_text("utf-8"
 CODE["model.py"] = Path(sys.modules["model"].__file__).read_text("utf-8")
 # hash_of_code() of the model.py that tests/test_model_folder.py found to be a ModernBERT
 MODERNBERT = "bab131c3f0b62c91"
-# fields of config.json that another program may change: the model computes the same
+# what a ModernBERT has, of what ModelConfig lets one choose
+NATIVE = {"activation": "geglu", "position_embedding": "rope", "embedding_norm": True}
+NATIVE |= {"final_norm": True, "first_attn_norm": False, "post_norm": False, "token_types": 0}
+# fields of config.json that other programs may change, for the model computes the same
 FREE = {"model_type", "architectures", "dtype", "tie_word_embeddings", "classifier_pooling"}
+FREE |= {f"{name}_token_id" for name in ("pad", "cls", "sep", "bos", "eos")}
 # Its matrices that are several here: Muon orthogonalises each by itself.
 JOINED = {".Wqkv.": (".Wq.", ".Wk.", ".Wv."), ".Wi.": (".Wi.", ".Wg.")}
 
@@ -74,19 +78,17 @@ def fingerprint(tensors):
     """16 hexadecimal digits of SHA-256 over the bytes of a state dict's tensors, in its order."""
     digest = hashlib.sha256()
     for tensor in tensors.values():
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
 
-def not_native(c, code=""):
-    """Why a MaskedLM of this ModelConfig, by this hash_of_code(), may be no ModernBERT; or ''."""
+def not_native(c):
+    """Why a MaskedLM of this ModelConfig is not surely a ModernBERT; '' where it is one."""
     native = {f.name: f.default for f in fields(c) if f.default is not MISSING}  # a fork's, too
-    native |= {"activation": "geglu", "position_embedding": "rope", "embedding_norm": True}
-    native |= {"final_norm": True, "first_attn_norm": False, "post_norm": False, "token_types": 0}
-    native["n_narrow"] = min(c.n_narrow, 1)  # one changes nothing
+    native |= NATIVE | {"n_narrow": min(c.n_narrow, 1)}  # one changes nothing
     bound = sorted(native.keys() - FOR_TRAINING - {"neighbour_heads"})  # which save() translates
     wrong = [f"{name}={getattr(c, name)}" for name in bound if getattr(c, name) != native[name]]
-    return ", ".join(wrong + ["an edited model.py"] * ((code or hash_of_code()) != MODERNBERT))
+    return ", ".join(wrong + ["an edited model.py"] * (hash_of_code() != MODERNBERT))
 
 
 def save(model, folder, **facts):
@@ -105,8 +107,7 @@ def save(model, folder, **facts):
         config = {name: config[name] for name in (*shared.split(), "max_position_embeddings")}
         config |= {"model_type": "nanocram", "tie_word_embeddings": is_tied}
         config |= {"architectures": ["NanocramForMaskedLM"], "auto_map": AUTO_MAP}
-        # pipelines of transformers 4 ask for the class of the tokenizer
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # for pipelines of transformers 4
         for name, code in CODE.items():
             write_text(folder / name, code)
     config |= {"nanocram": asdict(model.config), **facts}
@@ -137,7 +138,7 @@ def read_weights(folder):
         weights = {key: file.get_tensor(key) for key in sorted(file.keys())}
         checksum = (file.metadata() or {}).get("sha256")  # other programs save none
     if checksum and checksum != fingerprint(weights):
-        raise ValueError(f"{path.name} is damaged: its checksum is another")
+        raise ValueError(f"{path.name} is damaged: its checksum differs")
     return weights
 
 
@@ -153,12 +154,13 @@ def load(folder, device="cpu"):
         own = "auto_map" in spec and (folder / "model.py").read_text("utf-8")
         if (hash_of_code(own) if own else MODERNBERT) != hash_of_code():
             say_once(f"WARNING: {folder} is by another model.py, and the one here computes it")
-        model = MaskedLM(ModelConfig(**spec["nanocram"]))
-        wanted, is_native = modernbert_config(model.config), spec["model_type"] == "modernbert"
-        common = sorted((wanted.keys() & spec) - FREE)
-        other = [f"{name}={spec[name]}" for name in common if spec[name] != wanted[name]]
-        if other or (is_native and (other := [not_native(model.config, MODERNBERT)])[0]):
-            raise ValueError(f"config.json has {other[0]}, and something else in nanocram")
+        model = MaskedLM(c := ModelConfig(**spec["nanocram"]))
+        found, is_native = spec["nanocram"] | spec, spec["model_type"] == "modernbert"
+        wanted = modernbert_config(c)
+        wanted["layer_types"] = ["full_attention"] * c.n_layer  # as transformers 5 writes it
+        wanted |= NATIVE | {"n_narrow": min(c.n_narrow, 1)} if is_native else {}
+        if other := [k for k in wanted.keys() - FREE if found.get(k, wanted[k]) != wanted[k]]:
+            raise ValueError(f"config.json contradicts itself: {min(other)}={found[min(other)]}")
         state = {key.removeprefix("net."): tensor for key, tensor in state.items()}
         if is_native:
             state = from_folder_keys(state, model.config)

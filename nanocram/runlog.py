@@ -26,10 +26,10 @@ def read_log(folder, before_writing=False):
         for name, cell in cells.items():
             with contextlib.suppress(ValueError, TypeError):
                 line[name] = int(cell) if str(cell).isdecimal() else float(cell)
-        if "step" in line and "elapsed_s" in line:
+        if "step" in line and "elapsed_s" in line and None not in cells.values():  # it was cut
             lines.append(line)
     if before_writing and sum(map(len, lines)) < n_cells:
-        set_aside(path, f"has what is no number, and {len(lines)} lines that go on")
+        set_aside(path, f"is not as train.py wrote it, and {len(lines)} of its lines go on")
     return lines
 
 

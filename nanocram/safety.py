@@ -15,6 +15,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
+if "ipykernel" not in sys.modules:  # a notebook's, which its processes may not find
+    os.environ.pop("MPLBACKEND", None)
 LINE_SECONDS = 120  # between two lines of progress, where there is no terminal
 
 
@@ -46,11 +48,11 @@ def write_text(path, text):
 
 
 def read_json(path, then):
-    """What a JSON file holds; exits with what to do then if it is missing or damaged."""
+    """The dict in a JSON file; exits with what to do then if it is missing or damaged."""
     try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError) as e:
-        sys.exit(f"{path.absolute()} cannot be read ({first_line(e)}): {then}")
+        return {**json.loads(path.read_bytes())}
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        sys.exit(f"{path.absolute()} is missing or damaged: {then}")
 
 
 def lock(path, timeout=0):
@@ -118,7 +120,7 @@ def extra(what):
     """Around what a run can do without: an error, of whatever kind, is a warning."""
     try:
         yield
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         say_once(f"WARNING: no {what}: {first_line(e)}")
 
 

@@ -43,8 +43,6 @@ def configure(namespace, argv=None, also=None):
             getattr(sys, name).reconfigure(line_buffering=True, errors="replace")
     if namespace["__name__"] == "__main__" and read_ranks()[0]:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  of torchrun's processes only one prints
-    if "ipykernel" not in sys.modules:  # a notebook's, which its processes may not find
-        os.environ.pop("MPLBACKEND", None)
     own = find_settings(namespace)
     if argv is None and namespace["__name__"] != "__main__":
         return own

@@ -39,7 +39,7 @@ def begin_log(run):
     copy_tokenizer(settings["data_dir"], folder, run.model.config.max_seq_len)
     log.write()
     millions, mflops = facts["parameters"] / 1e6, run.flops_per_token / 1e6
-    speed = f"multiplies matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:.3g} TFLOP/s"
+    speed = f"multiplies matrices of {run.amp_dtype} at {log.matmul_flops / 1e12:,.4g} TFLOP/s"
     say(f"{millions:.1f}M parameters, {mflops:.0f} MFLOP a token; {facts['device']} {speed}")
     if why := not_native(run.model.config):
         say(f"with {why} this is no ModernBERT: transformers needs trust_remote_code=True")
@@ -136,7 +136,7 @@ class Log:
             say(f"WARNING: no better than {usual}: train longer, or lower the learning rates")
 
     def after_step(self, progress):
-        """Move the bar; after ten seconds of training, say once what the budget holds."""
+        """Move the bar; after ten seconds of training, say once what the run holds."""
         run, state, before = self.run, self.run.state, self.train_seconds
         self.train_seconds += state.recent["step"][-1]
         tokens = (state.rows_seen - self.first_row) * run.rows.seq_len
@@ -149,14 +149,14 @@ class Log:
         said += f"MFU {self.mfu:.0%}  {left / 60:.0f} min left"
         self.bar.set_postfix_str(said, refresh=False)
         self.bar.update(progress - self.bar.n)
-        if before <= 10 < self.train_seconds and run.clock.is_timed():
+        if before <= 10 < self.train_seconds:
             tokens = state.rows_seen * run.rows.seq_len + self.speed * left
             epochs = tokens / run.rows.seq_len / len(run.rows)
             share = (tokens + state.began_from.get("tokens", 0)) / self.facts["parameters"]
             held = f"{tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs, {share:.1f} per parameter"
-            say(f"{self.speed:,.0f} tokens/s: the budget holds {held}")
+            say(f"{self.speed:,.0f} tokens/s: the run holds {held}")
             if share < 1:
-                say("WARNING: with so few a smaller model learns more, and so does more time")
+                say("WARNING: few tokens per parameter: train longer, or take a smaller model")
 
     def report(self, losses, is_saved):
         """Say what the run was and what the model has learnt; without losses, how to go on."""

@@ -54,6 +54,7 @@ def load(folder, device, trust_remote_code):
         return model_folder.load(folder, device)
     from transformers import AutoModelForMaskedLM
 
+    model_folder.read_weights(Path(folder))  # transformers compares no checksum
     model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True)
     model.to(device).float().eval()  # it may have been saved in half precision
     return lambda ids, positions: gather_positions(model(ids).logits, positions)

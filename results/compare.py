@@ -59,24 +59,29 @@ class Run:
     @property
     def changed(self):
         """The settings that a resume changed, as far as they matter."""
-        free = {*FREE} - {"seed"}
-        return [name for name in self.facts.get("changed_at_resume", []) if name not in free]
+        changed = set(self.facts.get("changed_at_resume", []))
+        return sorted(changed - {*FREE})
 
     def flaw(self):
         """Why it cannot be compared; "" if it can."""
-        settings = self.facts.get("settings", {})
-        missing = [name for name in NEEDED if name not in self.facts]
+        facts, settings = self.facts, self.facts.get("settings", {})
+        if not facts:
+            return "has a damaged run.json"
+        if facts.get("finished_at_step", 0) is None:
+            return "was stopped"
+        missing = [name for name in NEEDED if facts.get(name) is None]
         missing += [name for name in ("seed", "eval_rows") if name not in settings]
         if missing:
             return f"has no run.json of this version: {missing[0]} is missing"
-        last, wanted = self.evals[-1]["step"] if self.evals else 0, self.facts["finished_at_step"]
-        if wanted is None or last > wanted:  # or resumed, and then stopped
+        last, wanted = self.evals[-1]["step"] if self.evals else 0, facts["finished_at_step"]
+        if last > wanted:  # it was resumed
             return "was stopped"
         if last < wanted:
             return "has a log.csv without the end, or one that cannot be read"
         if not all(math.isfinite(line[LOSS]) for line in self.evals):
             return "diverged"
-        return "got another seed at a resume" if "seed" in self.changed else ""
+        is_mixed = "seed" in self.facts.get("changed_at_resume", [])
+        return "got another seed at a resume" if is_mixed else ""
 
     def kind(self):
         """{name: value} of all in which runs of one variant should not differ."""
@@ -92,11 +97,11 @@ def find_runs(argument):
     if not pattern or "/" in name:
         name, pattern = "", argument
     runs, is_single = [], False
-    # the [1e-3] of a name is no choice of characters
-    for path in sorted(glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))):
+    exact = glob.glob(pattern.replace("[", "[[]"))  # of a folder lr[1e-3]
+    for path in sorted(exact or glob.glob(pattern)):
         is_run = os.path.exists(f"{path}/run.json")
         is_single |= is_run
-        for folder in [path] if is_run else sorted(map(str, Path(path).glob("*"))):
+        for folder in [path] if is_run else sorted(glob.glob(f"{glob.escape(path)}/*")):
             if os.path.exists(f"{folder}/run.json"):
                 lines = [line for line in read_log(folder) if {LOSS, "tokens"} <= line.keys()]
                 evals = [line for line in lines if line["step"]]
@@ -116,6 +121,8 @@ def find_variants(arguments):
         for run in runs:
             # without a name runs of one kind are a variant, called after the first one
             called = name or names.setdefault(str(sorted(run.kind().items())), run.folder)
+            if not (name or run.facts):
+                called = "all"  # for it may have been one of any variant
             if flaw := run.flaw():
                 flawed.setdefault(called, []).append(f"{run.folder} ({flaw})")
             else:
@@ -270,7 +277,6 @@ def draw(variants, path):
 
 
 def main():
-    os.environ.pop("MPLBACKEND", None)  # of a notebook, whose packages may be elsewhere
     arguments = sys.argv[1:]
     if not arguments or arguments[0].startswith("-"):
         sys.exit(__doc__.strip())
@@ -278,7 +284,7 @@ def main():
     base, *_ = variants
     lines = [HEADING, "| --- |" + " ---: |" * 8]
     for name, runs in variants.items():
-        is_whole = not flawed.keys() & {name, base}
+        is_whole = not flawed.keys() & {name, base, "all"}
         lines.append(table_line(name, runs, variants[base], is_whole))
     lines += ["", *(f"WARNING: {said}" for said in warnings(variants, flawed))]
     table = "\n".join(lines)
@@ -286,9 +292,10 @@ def main():
     folder = Path(os.path.commonpath(parents))
     if folder == folder.parent:  # of two disks, say
         folder = parents[0]
-    print(f"{table}\n{folder}: compare.md (this table), compare.png")
+    print(table)
     with safety.extra("compare.md"):
         safety.write_text(folder / "compare.md", table + "\n")
+        print(f"{folder}: compare.md (this table), compare.png")
     draw(variants, folder / "compare.png")
 
 

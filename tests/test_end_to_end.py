@@ -159,7 +159,7 @@ def test_passes_end_a_run_and_words_name_its_snapshots(train, data_dir, tmp_path
     pipe = transformers.pipeline("fill-mask", str(out / names[0]), trust_remote_code=True)
     assert pipe("it was a [MASK]")
 
-    with pytest.raises(SystemExit, match="to go on, type a larger"):
+    with pytest.raises(SystemExit, match="to go on, type a larger --max_epochs"):
         put(monkeypatch, train, init="resume")
         train.main()
     put(monkeypatch, train, batch_size=16, max_epochs=2.0)
@@ -182,7 +182,7 @@ def test_a_run_that_is_over_is_continued(finished, tmp_path, train, monkeypatch,
     put(monkeypatch, train, init="resume", dropout=0.1)
     for most in (30, 60):
         put(monkeypatch, train, max_steps=most)
-        with pytest.raises(SystemExit, match="at step 60: to go on, type a larger"):
+        with pytest.raises(SystemExit, match="at step 60: to go on, type a larger --max_steps"):
             train.main()
     lost = ("tokenizer.json", "config.json", "loss.png", "README.md")
     for name in lost:

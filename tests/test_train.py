@@ -218,7 +218,7 @@ def test_a_stall_costs_its_own_seconds_alone(train, setting, monkeypatch, capsys
     last = runlog.read_log(train.out_dir)[-1]
     assert 585 < last["elapsed_s"] <= 600 and last["lr"] < 0.05
     said = capsys.readouterr().out
-    assert said.count("with so few a smaller model learns more") == 1
+    assert said.count("few tokens per parameter: train longer") == 1
     said = re.findall(r"WARNING: a (\w+) took (\d+) s", said)
     # how long the first save takes nobody knows before
     assert said == [(kind, f"{usual[kind] + 200:.0f}")] * (kind != "save" or number > 0)

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import unicodedata
 from pathlib import Path
@@ -238,8 +239,13 @@ trainer = transformers.Trainer(model, settings, None, train, None, tokenizer, ca
 with machine.training_kernels():
     trainer.train()
     scores, labels, _ = trainer.predict(dev)
-trainer.save_model(unfinished)
-unfinished.rename(out)
+try:
+    trainer.save_model(unfinished)
+    unfinished.rename(out)
+except Exception as e:  # of its libraries each has errors of its own
+    out = Path(tempfile.mkdtemp())  # so that the work is not lost
+    trainer.save_model(out)
+    print(f"WARNING: {unfinished} cannot be written ({safety.first_line(e)}): see {out}")
 answers = scores.argmax(-1)
 hits = (answers == labels).mean()
 f1 = f1_score(labels, answers, average="macro", zero_division=0)

@@ -569,8 +569,10 @@ def exit_if_done(run, progress):
         return
     needed = [Path(out_dir, x) for x in ("config.json", "model.safetensors", "tokenizer.json")]
     if state.step and not (facts.read_facts(out_dir) and all(map(Path.exists, needed))):
-        return  # the end once more makes what is missing or damaged
-    limit = "max_steps" if max_steps else "max_epochs" if max_epochs else "budget_hours"
+        state.finished_at = 0  # the end once more makes what is missing or damaged
+        return
+    limit = "max_epochs" if max_epochs else "budget_hours"
+    limit = "max_steps" if state.step >= max_steps > 0 else limit
     said = f"the budget ends at step {state.step:,}: to go on, type a larger --{limit}"
     if init == "auto" and state.step:  # which is no error
         is_by_this_code = facts.read_facts(out_dir).get("code", "").startswith(machine.code_hash())

@@ -188,7 +188,7 @@ try:
     known = [*config.id2label.values()]
     is_other = "Classification" in str(config.architectures) and known != names
     config.id2label, config.label2id = dict(enumerate(names)), {x: i for i, x in enumerate(names)}
-    config.classifier_pooling = args.pooling
+    config.classifier_pooling, config.problem_type = args.pooling, None
     # "[SEP]" in a text is text, as in pre-training
     how = {"split_special_tokens": True, **trusted}
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model, **how)
@@ -200,7 +200,7 @@ try:
         how = {"config": config, "ignore_mismatched_sizes": is_other, **trusted}
         model = auto.from_pretrained(args.model, **how)
     if is_other and not args.fresh:
-        print(f"{args.model} has labels of its own ({', '.join(known[:5])}): they are dropped")
+        print(f"{args.model} has labels of its own ({', '.join(known[:5])}): a new head is drawn")
         trained, model = model, auto.from_config(config, **trusted)
         model.base_model.load_state_dict(trained.base_model.state_dict())
 except Exception as e:  # no such folder, a damaged one: there are many ways

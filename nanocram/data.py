@@ -55,7 +55,7 @@ class Rows:
         if len(tokens) != n * self.seq_len:
             sys.exit(f"{self.path} cannot be read to its end: see to the disk, then --init=resume")
         if tokens.max() >= self.vocab_size:
-            sys.exit(f"{self.path} is damaged: delete its folder, then run prepare.py again")
+            sys.exit(f"{self.path} is damaged: delete its folder, then run prepare.py")
         return torch.from_numpy(tokens.astype(np.int64).reshape(n, self.seq_len))
 
     def fetch(self, start, n):

@@ -57,8 +57,7 @@ def outputs(model, *args):
 def check_mixing(config, T, begun=False):
     """Compare a small model's vectors at some positions with those of whole rows of T tokens, and
     those of a padded row with those of the row alone. Object if they differ: an edit mixes tokens
-    in the wrong place. Where each layer adds a twentieth or less, warn, for int8 rounds so. What an
-    edit does in training mode alone is not seen."""
+    in the wrong place. Warn where each layer adds 5 % or less (int8). Training mode is not seen."""
     check = "edits.check_mixing() in check_settings()"
     model, ids, positions = small_model(config, T)
     n = T // 2  # tokens of the second row, before its padding

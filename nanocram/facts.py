@@ -1,7 +1,7 @@
 """run.json, the facts of a run, and README.md, its model card, whose front matter the Hub reads."""
 
-import contextlib
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from nanocram import machine, parallel
@@ -13,7 +13,7 @@ BEGIN = "---\n# written anew with every save: take this line out, and your edits
 
 def read_facts(folder):
     """The dict of a folder's run.json; {} if there is none, or none of train.py."""
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, LookupError):
+    with suppress(FileNotFoundError, NotADirectoryError, ValueError, TypeError, LookupError):
         facts = json.loads(Path(folder, "run.json").read_bytes())
         return facts | {"settings": {**facts["settings"]}}
     return {}
@@ -48,7 +48,7 @@ def measure_facts(run):
 
 
 def note_changes(facts, before):
-    """Print what a resume changes; its facts get the settings' names and the code before."""
+    """Print, and note in facts, the settings that a resume changes and the code before it."""
     changed = facts["changed_at_resume"] = before.get("changed_at_resume", [])
     for name, was in before.get("settings", {}).items():
         now = facts["settings"].get(name)

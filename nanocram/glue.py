@@ -160,7 +160,7 @@ def read_runs(folder):
 
 def add_runs(folder, *new):
     """Add runs to glue.jsonl; draw all of it in glue.md and the card; return read_runs()."""
-    _lock = lock(Path(folder, "glue"), timeout=60)  # several processes may fine-tune one model
+    _lock = lock(Path(folder, "glue"), timeout=600)  # several processes may fine-tune one model
     runs = read_runs(folder)
     for run in new:
         runs.pop(key(run), None)  # the last one stands last

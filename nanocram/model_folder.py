@@ -115,7 +115,7 @@ def save(model, folder, **facts):
     weights = dict(sorted(weights.items()))
 
     def write(path):
-        # by hand, for safetensors itself has two entries of metadata in any order
+        # by hand: safetensors writes two entries of metadata in a random order
         header, end = {"__metadata__": {"format": "pt", "sha256": fingerprint(weights)}}, 0
         for name, tensor in weights.items():
             place = [end, end := end + tensor.nbytes]

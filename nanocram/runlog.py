@@ -29,7 +29,7 @@ def read_log(folder, before_writing=False):
         if "step" in line and "elapsed_s" in line and None not in cells.values():  # it was cut
             lines.append(line)
     if before_writing and sum(map(len, lines)) < n_cells:
-        set_aside(path, f"is not as train.py wrote it, and {len(lines)} of its lines go on")
+        set_aside(path, f"is not as train.py wrote it, and the run keeps {len(lines)} of its lines")
     return lines
 
 

@@ -174,8 +174,7 @@ def run(main, folder, then, if_oom="use a smaller model"):
 
 class Signals(contextlib.ContextDecorator):
     """Around a function: SIGINT, SIGTERM, SIGHUP, and what batch systems send before the end, set
-    .stop. The same once more ends the process, but not within two seconds: torchrun passes on a
-    SIGTERM that each rank got from the batch system."""
+    .stop. Once more they end the process, but not within 2 s, for torchrun repeats a SIGTERM."""
 
     stop = False  # bench.py and the tests ask without entering
 

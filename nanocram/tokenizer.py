@@ -145,7 +145,7 @@ def train_tokenizer(texts, size, mode, folder):
 
 def copy_tokenizer(source, folder, longest):
     """Copy its files to folder, with the length at which transformers has to cut."""
-    config = safety.read_json(Path(source, "tokenizer_config.json"), "run prepare.py again")
+    config = safety.read_json(Path(source, "tokenizer_config.json"), "make the folder anew")
     config["model_max_length"] = longest
     safety.write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2))
     safety.write_text(folder / "tokenizer.json", Path(source, "tokenizer.json").read_text("utf-8"))

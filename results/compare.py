@@ -30,7 +30,7 @@ LOSS = "val_loss_15"  # what is compared
 # tokens of a short run may be worth 0.01 nats.
 EQUAL = {"elapsed_s": 0.95, "tokens": 0.99}
 WIDEST = 0.25  # share of a run between two evaluations that a straight line may cross
-# what a run.json must have; an older one, or another program's, may not
+# what run.json must have; those of older versions may lack some
 NEEDED = "began_from code data device finished_at_step frequency_loss held_out parameters".split()
 # settings in which the runs of a variant may differ
 FREE = "seed out_dir init micro_batch checkpoint_minutes snapshots wandb_project".split()
@@ -68,14 +68,14 @@ class Run:
         if not facts:
             return "has a damaged run.json"
         if facts.get("finished_at_step", 0) is None:
-            return "was stopped"
+            return "is unfinished"
         missing = [name for name in NEEDED if facts.get(name) is None]
         missing += [name for name in ("seed", "eval_rows") if name not in settings]
         if missing:
             return f"has no run.json of this version: {missing[0]} is missing"
         last, wanted = self.evals[-1]["step"] if self.evals else 0, facts["finished_at_step"]
         if last > wanted:  # it was resumed
-            return "was stopped"
+            return "is unfinished"
         if last < wanted:
             return "has a log.csv without the end, or one that cannot be read"
         if not all(math.isfinite(line[LOSS]) for line in self.evals):
@@ -122,7 +122,7 @@ def find_variants(arguments):
             # without a name runs of one kind are a variant, called after the first one
             called = name or names.setdefault(str(sorted(run.kind().items())), run.folder)
             if not (name or run.facts):
-                called = "all"  # for it may have been one of any variant
+                called = "every variant"  # for it may have been one of any
             if flaw := run.flaw():
                 flawed.setdefault(called, []).append(f"{run.folder} ({flaw})")
             else:
@@ -207,7 +207,7 @@ def speed(run):
 def warnings(variants, flawed):
     """What would mislead."""
     for name, folders in flawed.items():
-        yield f"{name} is compared without {', '.join(folders)}"
+        yield f"left out of {name}: {', '.join(folders)}"
     everyone = [run for runs in variants.values() for run in runs]
     if len({run.facts["data"] for run in everyone}) > 1:
         yield "the runs were trained on different data"
@@ -284,7 +284,7 @@ def main():
     base, *_ = variants
     lines = [HEADING, "| --- |" + " ---: |" * 8]
     for name, runs in variants.items():
-        is_whole = not flawed.keys() & {name, base, "all"}
+        is_whole = not flawed.keys() & {name, base, "every variant"}
         lines.append(table_line(name, runs, variants[base], is_whole))
     lines += ["", *(f"WARNING: {said}" for said in warnings(variants, flawed))]
     table = "\n".join(lines)

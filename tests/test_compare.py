@@ -64,7 +64,7 @@ def test_a_difference_is_believed_from_students_t_on(tmp_path, table, factor):
     write_run(tmp_path / "b/9", 9, 3.0, code="edited", finished_at_step=50)
     (_, edited), said = table(f"base={tmp_path}/a/*", f"edited={tmp_path}/b")
     assert edited[7].endswith("of 5 pairs; no verdict, for runs are missing")
-    assert f"edited is compared without {tmp_path}/b/9 (was stopped)" in said
+    assert f"left out of edited: {tmp_path}/b/9 (is unfinished)" in said
     assert (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
     for name in ("compare.md", "compare.png"):  # where it may not write, it prints
         (tmp_path / f"a/{name}.tmp").mkdir()

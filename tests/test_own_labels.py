@@ -115,4 +115,4 @@ def test_own_labels(tmp_path, data_dir, sentences, monkeypatch, own_code):
     assert not (tmp_path / "new/labelled.tmp").exists()
     train.write_text(train.read_text("utf-8-sig").replace("asks", "wants"))
     said = script(SCRIPT, out, train, tmp_path / "more", **options)
-    assert "has labels of its own (asks, tells): they are dropped" in said
+    assert "has labels of its own (asks, tells): a new head is drawn" in said

@@ -198,7 +198,12 @@ try:
         if Path(args.model, "model.safetensors").exists():
             model_folder.read_weights(Path(args.model))  # transformers compares no checksum
         how = {"config": config, "ignore_mismatched_sizes": is_other, **trusted}
-        model = auto.from_pretrained(args.model, **how)
+        model, info = auto.from_pretrained(args.model, output_loading_info=True, **how)
+        # only the classifier may be new, and perhaps a pooler before it
+        begin = next(name for name, m in model.named_modules() if m is model.base_model) + "."
+        missing = [x for x in info["missing_keys"] if x.startswith(begin) and "pooler" not in x]
+        if missing:
+            sys.exit(f"{args.model} is incomplete: it has no {min(missing)}")
     if is_other and not args.fresh:
         print(f"{args.model} has labels of its own ({', '.join(known[:5])}): a new head is drawn")
         trained, model = model, auto.from_config(config, **trusted)

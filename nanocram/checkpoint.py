@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 import torch
 
 from nanocram.data import load_meta
-from nanocram.safety import first_line, write_beside
+from nanocram.safety import write_beside
 
 
 def save(run, path, optimizer_name):
@@ -44,8 +44,8 @@ def read_config(path, data_dir):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
         data, config = ckpt["data"], ckpt["config"] | {"optimizer": ckpt["optimizer"]}
-    except Exception as e:  # there are many ways to be broken
-        sys.exit(f"{path} is damaged: {first_line(e)}")
+    except Exception:  # there are many ways to be broken
+        sys.exit(f"{path} is damaged: --init={path.parent} with another --out_dir has its weights")
     if data != load_meta(data_dir)["sha256"]["train.bin"]:
         sys.exit(f"{path} was trained on another train.bin: name its --data_dir")
     return config

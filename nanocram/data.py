@@ -23,12 +23,12 @@ def load_meta(folder, **wanted):
     for name, value in wanted.items():
         if meta[name] != value:
             sys.exit(f"{folder} has {name}={meta[name]}, not {value}: type --{name}={meta[name]}")
-    # train.bin is too large for a checksum at every start
-    size = 2 * meta["counts"]["rows"] * meta["seq_len"]
-    val_sum = hashlib.sha256((folder / "val.bin").read_bytes()).hexdigest()
-    is_whole = (folder / "train.bin").stat().st_size == size and "words" in meta["counts"]
-    if not is_whole or val_sum != meta["sha256"]["val.bin"]:
-        sys.exit(f"train.bin or val.bin is not what this version's meta.json says: {again}")
+    sizes = [path.stat().st_size for path in folder.glob("train.bin")]  # too large for a checksum
+    paths = [*folder.glob("val.bin"), *folder.glob("tokenizer.json")]
+    sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    is_whole = sizes == [2 * meta["counts"]["rows"] * meta["seq_len"]] and len(sums) == 2
+    if not (is_whole and sums.items() <= meta["sha256"].items() and "words" in meta["counts"]):
+        sys.exit(f"{folder} is damaged, or of another version: delete it, then {again}")
     return meta
 
 

@@ -147,14 +147,14 @@ def key(run):
 def read_runs(folder):
     """{key: run} of a folder's glue.jsonl; exits if a line is no run."""
     path = Path(folder) / "glue.jsonl"
-    text = path.read_text("utf-8") if path.exists() else ""
+    text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
     found = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
         try:
             run = json.loads(line)
             found[key(run)] = run
         except (ValueError, LookupError, TypeError):
-            sys.exit(f"{path}, line {number} is no run of this version: move the file away")
+            sys.exit(f"{path}, line {number} is no run of this version: take it out")
     return found
 
 

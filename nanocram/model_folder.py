@@ -133,12 +133,12 @@ def read_weights(folder):
     """The tensors in model.safetensors; raises ValueError if it is missing or damaged."""
     path = folder / "model.safetensors"
     if not path.exists():  # shards, or pytorch_model.bin, of another program
-        raise ValueError("no model.safetensors: let transformers save it with max_shard_size='1TB'")
+        raise ValueError("no model.safetensors: save it in one piece, or --init=resume its run")
     with safetensors.safe_open(path, "pt") as file:
         weights = {key: file.get_tensor(key) for key in sorted(file.keys())}
         checksum = (file.metadata() or {}).get("sha256")  # other programs save none
     if checksum and checksum != fingerprint(weights):
-        raise ValueError(f"{path.name} is damaged: its checksum differs")
+        raise ValueError(f"{path.name} is damaged: delete it, then --init=resume its run")
     return weights
 
 
@@ -169,7 +169,7 @@ def load(folder, device="cpu"):
     except Exception as e:  # there are many ways to be broken
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise ValueError(f"{folder} is no model folder of train.py: {reason}") from None
-    model.trained_on = spec.get("trained_on", {})
+    model.trained_on = spec.get("trained_on") or {}
     return model.to(device).eval()
 
 

@@ -9,6 +9,7 @@ difference ± its standard error; "better" and "worse" are by Student's t (two-s
 compare.md, compare.png go into the folder that holds all the runs.
 """
 
+import contextlib
 import glob
 import itertools
 import math
@@ -88,13 +89,13 @@ class Run:
         facts = self.facts
         kind = {k: v for k, v in facts.get("settings", {}).items() if k not in FREE}
         kind |= {name: facts.get(name) for name in ("data", "device", "code")}
-        return kind | {"init": facts.get("began_from"), "a resume": self.changed}
+        return kind | {"init": facts.get("began_from"), "what a resume changed": self.changed}
 
 
 def find_runs(argument):
     """(name or '', [Run]) of a command's argument; exits if none of them is finished."""
     name, _, pattern = argument.partition("=")
-    if not pattern or "/" in name:
+    if not pattern or "/" in name or os.path.exists(argument):
         name, pattern = "", argument
     runs, is_single = [], False
     exact = glob.glob(pattern.replace("[", "[[]"))  # of a folder lr[1e-3]
@@ -222,6 +223,8 @@ def warnings(variants, flawed):
         differs = [k for k in kinds[0] if len({str(kind.get(k)) for kind in kinds}) > 1]
         if differs:
             yield f"the runs of {name} differ in {', '.join(differs)}"
+        if changed := sorted({key for run in runs for key in run.changed}):
+            yield f"of {name} a resume changed {', '.join(changed)}"
         speeds = [speed(run) for run in runs]
         if max(speeds) > 1.1 * min(speeds):
             span = f"{min(speeds):,.0f} to {max(speeds):,.0f}"
@@ -277,6 +280,8 @@ def draw(variants, path):
 
 
 def main():
+    with contextlib.suppress(AttributeError):  # a notebook's takes any character
+        sys.stdout.reconfigure(errors="replace")
     arguments = sys.argv[1:]
     if not arguments or arguments[0].startswith("-"):
         sys.exit(__doc__.strip())

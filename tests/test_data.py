@@ -47,13 +47,13 @@ def test_log_frequencies(tmp_path):
 
 
 def test_data_that_is_not_what_it_was_is_one_line(data_dir, tmp_path):
-    for name, end in (("val.bin", 256 * b"\1"), ("train.bin", b"")):
+    for name, end in (("val.bin", 256 * b"\1"), ("tokenizer.json", b"x"), ("train.bin", b"")):
         folder = shutil.copytree(data_dir, tmp_path / name)
         load_meta(folder)
         rows = Rows(folder / "train.bin", 128)
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(whole[:-256] + end)
-        with pytest.raises(SystemExit, match=r"^.*train\.bin .*run python prepare\.py.*$"):
+        with pytest.raises(SystemExit, match=r"^.* is damaged, .*: delete it, then run python .*$"):
             load_meta(folder)
     with pytest.raises(SystemExit, match=r"^.*train\.bin cannot be read to its end.*$"):
         rows.read(len(rows) - 1, 1)  # it shrank in mid-run

@@ -13,6 +13,7 @@ local: it goes through the lowest size and at most two neighbours on either side
 """
 
 import csv
+import os
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,7 @@ def print_forecast():
 
 
 def draw():
+    os.environ.pop("MPLBACKEND", None)  # of a notebook, whose packages may be elsewhere
     import matplotlib.pyplot as plt
 
     fig, ax = plt.subplots(figsize=(7, 4.2))

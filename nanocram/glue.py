@@ -147,9 +147,9 @@ def key(run):
 def read_runs(folder):
     """{key: run} of a folder's glue.jsonl; exits if a line is no run."""
     path = Path(folder) / "glue.jsonl"
-    text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
+    text = path.read_bytes() if path.exists() else b""
     found = {}
-    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
+    for number, line in enumerate(text.rstrip().splitlines(), 1):
         try:
             run = json.loads(line)
             found[key(run)] = run

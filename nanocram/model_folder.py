@@ -133,12 +133,12 @@ def read_weights(folder):
     """The tensors in model.safetensors; raises ValueError if it is missing or damaged."""
     path = folder / "model.safetensors"
     if not path.exists():  # shards, or pytorch_model.bin, of another program
-        raise ValueError("no model.safetensors: save it in one piece, or --init=resume its run")
+        raise ValueError("no model.safetensors: save_pretrained(max_shard_size='1TB'), or resume")
     with safetensors.safe_open(path, "pt") as file:
         weights = {key: file.get_tensor(key) for key in sorted(file.keys())}
         checksum = (file.metadata() or {}).get("sha256")  # other programs save none
     if checksum and checksum != fingerprint(weights):
-        raise ValueError(f"{path.name} is damaged: delete it, then --init=resume its run")
+        raise ValueError(f"{path.name} is damaged: delete it, and a resume from ckpt.pt writes it")
     return weights
 
 

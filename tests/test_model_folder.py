@@ -143,4 +143,4 @@ def test_broken_folders_are_one_line(tmp_path):
         (tmp_path / "model.safetensors").write_bytes(damaged)
         refused(tmp_path, "is no model folder")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    refused(tmp_path, r"no model\.safetensors: save it in one piece")
+    refused(tmp_path, r"no model\.safetensors: save_pretrained\(max_shard_size")

@@ -30,9 +30,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH leaves it out
 import nanocram
-from nanocram import safety, sources
+from nanocram import hub, safety, sources
+from nanocram.hub import HUB, explain, open_bytes
 from nanocram.settings import adopt, check, configure, recipes
-from nanocram.sources import HUB, explain, file_kind, open_bytes, read_texts
+from nanocram.sources import file_kind, read_texts
 from nanocram.tokenizer import CLS, GONE, MODES, SEP, Tokenizer, train_tokenizer, with_stand_ins
 
 # fmt: off
@@ -65,29 +66,42 @@ MERGED = 1 << 26  # tokens of train.bin that are merged and written at a time
 load_tokenizer = functools.cache(Tokenizer)  # once in a process
 
 
-def find_files():
-    """{source: [[path, bytes, time of change]]} of local files, sorted; [] for a Hub data set."""
-    found, seen = {}, set()
+def describe(path):
+    """[path, bytes, time of change]"""
+    return [path, os.stat(path).st_size, os.stat(path).st_mtime_ns]
+
+
+def find_files(source):
+    """{name: [describe(path)]} of a source's local files, sorted; [] for a Hub data set."""
+    found, seen, n_again, n_empty = {}, set(), 0, 0
     names = [source] if os.path.isfile(source) else source.split(",")
     for name in (os.path.expanduser(name.strip()) for name in names):
         if name == "data/sample.txt.gz" and not os.path.isfile(name):  # from another folder
             name = os.path.join(os.path.dirname(__file__), name)
         exact = glob.glob(name.replace("[", "[[]"), recursive=True)  # of a folder lr[1e-3]
         matches = [name] if os.path.isfile(name) else exact or glob.glob(name, recursive=True)
-        paths = sorted({path for path in matches if not os.path.isdir(path)})
+        paths = sorted({path for path in matches if not os.path.isdir(os.path.realpath(path))})
         if matches and not paths:
             sys.exit(f"{matches[0]} is a folder: {sources.files_in(matches[0])}")
         if not paths and (not name or glob.escape(name) != name or file_kind(name)):
-            sys.exit(f"no file matches {name!r}: give globs in quotes, --source='a/*.txt,b.jsonl'")
+            sys.exit(f"no file matches {name!r}: give globs in quotes, as in 'a/*.txt,b.jsonl'")
+        new = []
         for path in paths:
+            if (target := os.path.realpath(path)) in seen:  # by another glob, or links in a circle
+                continue
             if not file_kind(path):
                 sys.exit(f"{path} is of no kind that is read: use .txt, .jsonl, .csv or .parquet")
             if not os.access(path, os.R_OK):
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
-        new = [path for path in paths if path not in seen]  # globs may overlap
+            seen.add(target)
+            new.append(describe(path))
         if new or not paths:
-            found[name] = [[path, os.stat(path).st_size, os.stat(path).st_mtime_ns] for path in new]
-        seen.update(new)
+            found[name] = new
+        n_again += len(paths) - len(new)
+        n_empty += sum(size == 0 for _, size, _ in new)
+    if n_again or n_empty:
+        said = f"{n_again} names are of files that are read already, {n_empty} files are empty"
+        safety.say(said)
     return found
 
 
@@ -131,6 +145,8 @@ def read_batches(files, place, least=None):
             if size >= (limit if least is None else least):
                 yield texts, {"place": [i, number], "bytes": before + position, "hub": of_hub[i]}
                 texts, size = [], 0
+        if not of_hub[i] and describe(path) != [*files[i]]:
+            sys.exit(f"{path} changed while it was read: rerun the command, or read a copy of it")
         before, skipped = before + n_bytes, 0
         if texts and of_hub[i : i + 2] != 2 * [of_hub[i]]:
             yield texts, {"place": [i + 1, 0], "bytes": before, "hub": of_hub[i]}
@@ -173,7 +189,8 @@ def filter_threshold():
 
 def make_vocabulary(files, folder):
     """Train it on the first texts of each source, or copy it. Returns what is_held_out() takes."""
-    print(f"vocabulary  {vocab_size} entries, of {tokenizer or f'{vocab_sample_mb} MB at most'}")
+    said = tokenizer or f"{vocab_sample_mb} MB at most; a lower --vocab_sample_mb saves memory"
+    print(f"vocabulary  {vocab_size} entries, of {said}")
     sample, size, n_documents = [], 0, 0  # of all text, roughly
     for paths in files.values():
         parts = read_batches(paths, [0, 0], vocab_sample_mb * 1e6 / len(files))
@@ -184,16 +201,25 @@ def make_vocabulary(files, folder):
                 scale = min(scale, 4 * max_tokens / max(1, n_characters))
             size += scale * n_characters
             n_documents += scale * len(texts)
-            sample += filter(None, texts)
+            sample += texts
+    n_read, sample = len(sample), [*filter(None, sample)]
     if not sample:
         sys.exit(f"no text in {source}: give other text")
+    if len(sample) < n_read / 2:
+        print(f"WARNING: {len(sample)} of {n_read} documents have text: see --text_column")
     # hold out 1 %, less of a large text, up to 10 % so that it makes 200 rows and 8 documents
     least = max(200 * seq_len * 4 / size, 8 / n_documents)  # four characters are a token
     chosen = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
     # without copies by_key would move rows for nothing
     rule = {"val_share": val_share or float(f"{chosen:.1g}"), "by_key": has_copies(sample)}
+    to_train_on = [text for text in sample if not is_held_out(text, **rule)]
+    held_out = 1 - sum(map(len, to_train_on)) / sum(map(len, sample))
+    if held_out > 3 * rule["val_share"] + 0.05:
+        said = f"{held_out:.0%} of the text is held out: --documents=lines, or more documents, help"
+        print(f"WARNING: {said}") if to_train_on else sys.exit(said)
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 500)]]
-    if np.mean(["\ufffd" in text for text in begins]) > 0.5:
+    paths = {path for path, *_ in itertools.chain(*files.values())}
+    if paths & sources.NOT_UTF8 and np.mean([*map(is_lost, begins)]) > 0.5:
         sys.exit("most texts are not UTF-8: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
     if normalisation == "ascii":
         check_normalisation(begins)
@@ -201,7 +227,6 @@ def make_vocabulary(files, folder):
         for name in ("tokenizer_config.json", "tokenizer.json"):
             safety.write_text(folder / name, (Path(tokenizer) / name).read_text("utf-8"))
     else:
-        to_train_on = (text for text in sample if not is_held_out(text, **rule))
         with safety.ends_at_once():
             train_tokenizer(to_train_on, vocab_size, normalisation, folder)
     if filter_ratio < 0 and filter_threshold() < 1:
@@ -211,6 +236,11 @@ def make_vocabulary(files, folder):
         if (dropped := np.mean(np.array(ratios) >= filter_threshold())) > 0.5:  # of prose: 6 %
             sys.exit(f"the filter would drop {dropped:.0%} of the documents: type --filter_ratio=0")
     return rule
+
+
+def is_lost(text):
+    """Whether most of a text's characters outside ASCII are U+FFFD."""
+    return 2 * text.count("�") > len(text) - len(text.encode("ascii", "ignore"))
 
 
 def check_normalisation(texts):
@@ -375,7 +405,7 @@ def finish(batches, folder, settings, rule, begin):
     print(f"rows        {count['rows']:,}, {count['val_rows']:,} held out, of {seq_len} tokens")
     print(f"written     {data_dir} in {time.perf_counter() - begin:.1f} s")
     if n := count["not_utf8"]:
-        print(f"WARNING: {n} documents have U+FFFD: type iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW")
+        print(f"WARNING: {n} documents have U+FFFD, which stands for characters that were lost")
     print(f"next        {next_command(count['rows'] * seq_len)}")
 
 
@@ -404,7 +434,7 @@ def begin_folder(folder, settings, files):
     for name, local in files.items():
         if not local:
             try:
-                plan["hub"][name] = sources.hub_files(name)
+                plan["hub"][name] = hub.files_of(name)
             except Exception as e:  # whatever the Hub's libraries raise
                 why, hint = explain(e)
                 sys.exit(f"could not read {name} ({why}): {hint or 'rerun it later'}")
@@ -441,7 +471,7 @@ def main():
         "val_share": (0, 0.5),
     }
     check(globals(), allowed)
-    files = find_files()
+    files = find_files(source)
     if max_tokens and list(files.values()).count([]) > 1:
         sys.exit("max_tokens would read the first data set of the Hub alone: name one --source")
     path = Path(tokenizer) / "tokenizer.json"

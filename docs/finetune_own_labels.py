@@ -1,10 +1,13 @@
-"""Fine-tune a model folder on labels of your own, with transformers' Trainer.
+"""Fine-tune a model folder on labels of your own, with transformers' Trainer; label new texts.
 
 python docs/finetune_own_labels.py out/mine tickets.csv out/labelled --label_column=queue
+python docs/finetune_own_labels.py out/labelled --predict=new.csv
 """
 
 import argparse
+import codecs
 import collections
+import itertools
 import os
 import re
 import signal
@@ -12,9 +15,11 @@ import sys
 import tempfile
 import time
 import unicodedata
+import urllib.parse
 from pathlib import Path
 
 import joblib
+import pandas
 import transformers
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.metrics import f1_score
@@ -25,13 +30,19 @@ from sklearn.svm import LinearSVC
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from nanocram import machine, model_folder, safety, sources
 from nanocram.settings import read_ranks
-from prepare import copy_key, has_copies, is_held_out
+from prepare import copy_key, describe, find_files, has_copies, is_held_out, is_lost
+
+# what stands in a cell for no label, beside nothing; annotators' words for a row that is no good
+BLANK = "#N/A #NAME? #REF! #VALUE! N/A n/a NA NaN nan NULL null None ? - . -1".split()
+REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded", "skip", "skipped")
 
 parser = argparse.ArgumentParser(usage=__doc__)
-for name in ("model", "train", "out"):
-    parser.add_argument(name)
+parser.add_argument("model")
+for name in ("train", "out"):
+    parser.add_argument(name, nargs="?", default="")
 defaults = {"dev": "", "text_column": "text", "label_column": "label", "pooling": "mean"}
 defaults |= {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}
+defaults |= {"without": "", "predict": ""}  # rows to leave out, FIELD=VALUE,VALUE; a table to label
 for name, value in defaults.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
 parser.add_argument("--trust_remote_code", choices=("True", "False"), default="False")
@@ -39,9 +50,14 @@ args = parser.parse_args()
 if read_ranks()[2] > 1:
     sys.exit("this script is one process: start it without torchrun")
 os.environ.pop("LOCAL_RANK", None)  # by which Trainer would wait for others
+if bool(args.predict) == bool(args.out):
+    sys.exit(f"name a model, a table and a new folder, or give a table to label:\n{__doc__}")
 out = Path(args.out)
+if args.predict:
+    name = re.sub(r"\.\w+(\.gz|\.zst)?$", "", args.predict)
+    out = Path(f"{name}_labelled.csv")
 if out.exists():
-    sys.exit(f"{out} exists: name a new folder")
+    sys.exit(f"{out} exists: move it, or name another")
 out.parent.mkdir(parents=True, exist_ok=True)
 times = []  # when each step ended
 
@@ -54,32 +70,74 @@ class Forecast(transformers.TrainerCallback):
             sources.say_once(f"{state.max_steps} steps, some {minutes:.1f} minutes more")
 
 
-def read(path):
-    """[(text, label), ...] of a file that prepare.py reads, without rows that lack text; a label
-    that is missing is ""."""
+def read_file(path, labelled=True):
+    """Yield (text, label, the whole record) of each row of a file; a label that is missing is "".
+    A .txt is one text, which its folder's name labels, as a folder NAME=LABEL does a table's."""
     types = dict.fromkeys(args.text_column.split(","), str)
     if args.label_column in types:
         sys.exit(f"{args.label_column} is in --text_column, too: type --label_column=NAME")
-    types[args.label_column] = str | int | float
-    if Path(path).is_dir():
-        sys.exit(f"{path} is a folder: {sources.files_in(path)}")
+    folder = re.search(rf"(^|/){re.escape(args.label_column)}=([^/]*)/[^/]*$", path)
+    before = describe(path)
     try:
         with open(path, "rb") as file:
-            found = list(sources.read_rows(file, path, types))
+            if sources.file_kind(path) == "text":
+                yield sources.open_text(file, path).read(), Path(path).resolve().parent.name, {}
+                return
+            if labelled and not folder:
+                types[args.label_column] = str | int | float
+            for cells, record in sources.read_rows(file, path, types, whole=True):
+                label = cells.pop() if args.label_column in types else ""
+                if folder:
+                    label = urllib.parse.unquote(folder[2])
+                label = "" if label is None or label != label else str(label)  # NaN is not itself
+                yield " ".join(filter(None, cells)), label, record
     except Exception as e:  # whatever the readers of gzip, JSON or parquet raise
         sys.exit(f"{path}: {' '.join(str(e).split()) or repr(e)}")
-    rows = []
-    for *texts, label in found:
-        label = "" if label is None or label != label else str(label)  # NaN is not itself
+    if describe(path) != before:
+        sys.exit(f"{path} changed while it was read: type the command again, or give a copy of it")
+
+
+def find(source):
+    """Paths of local files; exits if there is none, or one that cannot have a label."""
+    paths = [path for found in find_files(source).values() for path, *_ in found]
+    if not paths:
+        sys.exit(f"there is no file {source}")
+    if len({Path(path).parent for path in paths if sources.file_kind(path) == "text"}) == 1:
+        advice = "make it a .csv (in Excel: CSV UTF-8), .tsv or .jsonl, or a folder for each label"
+        sys.exit(f"{paths[0]} has no columns: {advice}")
+    return paths
+
+
+def read(source):
+    """[(text, label), ...] of files that prepare.py reads, without rows that lack text."""
+    without, _, values = args.without.partition("=")
+    asked = {*args.text_column.split(","), args.label_column}
+    rows, rejected, n_without = [], collections.defaultdict(set), 0
+    paths = find(source)
+    for text, label, record in itertools.chain.from_iterable(map(read_file, paths)):
+        if without and str(record.get(without)) in values.split(","):
+            n_without += 1
+            continue
         label = " ".join(re.sub("[\u200b\u2060\ufeff]", " ", label).split())  # no width
-        rows.append((" ".join(filter(None, texts)).strip(), label))
-    if sum("\ufffd" in text + label for text, label in rows) > len(rows) / 100:
-        advice = f"iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW{Path(path).suffix}"
-        sys.exit(f"{path} is not UTF-8: if it is of Western Europe, type {advice}")
+        rows.append((text.strip(), label))
+        for name in record.keys() - asked:
+            if str(record[name])[:10].lower() in REJECTED:
+                rejected[name].add(record[name])
+    if without:
+        print(f"{source}: left out: {n_without} rows that have {args.without}")
+    for name, found in rejected.items():
+        said = f"{name}={','.join(sorted(found))}"
+        print(f"WARNING: some rows have {said}: type --without={said} to leave them out")
+    n_lost = sum("\ufffd" in text + label for text, label in rows)
+    if sources.NOT_UTF8.intersection(paths) and is_lost("".join(itertools.chain(*rows))):
+        advice = "iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+        sys.exit(f"{source} is not UTF-8: if it is of Western Europe, type {advice}")
+    if n_lost:
+        print(f"WARNING: {n_lost} rows have U+FFFD, which stands for characters that were lost")
     no_text, no_label = (sum(not row[i] for row in rows) for i in (0, 1))
-    print(f"{path}: {len(rows)} rows; left out: {no_label} without label, {no_text} without text")
+    print(f"{source}: {len(rows)} rows; left out: {no_label} without label, {no_text} without text")
     if not any(map(all, rows)):
-        sys.exit(f"{path} has no row with a text and a label")
+        sys.exit(f"{source} has no row with a text and a label")
     return [row for row in rows if row[0]]
 
 
@@ -106,8 +164,10 @@ def look(rows):
     parts, n_with = {}, collections.Counter()
     for name in names:
         alike[copy_key(re.sub(r"^([-+]?\d+)\.0+$", r"\1", name))].append(name)
-        cut = re.split(r"[][;,|/&+'\"、，،；]", name)
-        parts[name] = frozenset(copy_key(part) for part in cut if part.strip())
+        cut = [part for part in re.split(r"[][<>{}()#;,|/&+'\"、，،；]", name) if part.strip()]
+        cut = name.split() if len(cut) == 1 else cut
+        is_number = re.fullmatch(r"[-+]?\d+[.,]?\d*", name)  # 1,5 of a rating, say
+        parts[name] = frozenset(map(copy_key, [name] if is_number else cut))
         n_with.update(parts[name])
     for text, label in rows:
         labels_of[copy_key(text)][label] = text
@@ -115,10 +175,14 @@ def look(rows):
     n_names = collections.Counter(parts.values())
 
     def is_several(name, cut):
-        is_list = re.search("[];|；]", name) and any(n_with[part] > 1 for part in cut)
+        is_list = re.search("[];|；>}]", name) and any(n_with[part] > 1 for part in cut)
         return len(cut) > 1 and (is_list or cut <= alone or n_names[cut] > 1)
 
+    others = [name for name in names if re.fullmatch(r"[-+]?\d+", name) and name != "-1"]
+    is_scale = len(others) in (1, 2) or any(name[0] == "-" for name in others)  # -1, 0, 1
+    blank = [name for name in names if name in BLANK and not (name == "-1" and is_scale)]
     doubts = {
+        "classes may stand for no label": [*map(repr, blank)],
         "classes look alike": [" = ".join(map(repr, x)) for x in alike.values() if len(x) > 1],
         "classes are several labels": [
             repr(name) for name, cut in parts.items() if is_several(name, cut)
@@ -136,6 +200,61 @@ def look(rows):
     if len(names) >= 10 and all(map(str.isdecimal, digits)):
         what = f"is {args.label_column} a label?"
         print(f"WARNING: {len(names)} classes, all of them numbers: {what}")
+
+
+def say_long(tokenizer, config, texts):
+    """Print how many texts are longer than the model's rows, and than it reads."""
+    lengths = [len(tokenizer(text, verbose=False)["input_ids"]) for text in texts]
+    trained = getattr(config, "trained_on", {}).get("seq_len", 10**9)
+    unseen = "its pre-training had no rows so long, see docs/own_text.md"
+    for limit, what in ((trained, unseen), (tokenizer.model_max_length, "they are cut there")):
+        if n := sum(length > limit for length in lengths):
+            print(f"{n} of {len(lengths)} texts have more than {limit} tokens: {what}")
+
+
+def ask(model, texts):
+    """Yield (label, probability) of each text, by a folder or a bag, which has no probability."""
+    if model.endswith(".joblib"):
+        yield from ((label, "") for label in joblib.load(model).predict(texts))
+        return
+    trusted = {"trust_remote_code": args.trust_remote_code == "True"}
+    config = transformers.AutoConfig.from_pretrained(model, **trusted)
+    if "Classification" not in str(config.architectures):
+        sys.exit(f"{model} has no classifier: fine-tune it first, as {__doc__.splitlines()[2]}")
+    how = {"device": machine.pick("auto", "auto")[0], "batch_size": args.batch, **trusted}
+    pipe = transformers.pipeline("text-classification", model, truncation=True, **how)
+    say_long(pipe.tokenizer, config, texts)
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # so that a batch is of a length
+    answers = safety.Bar(pipe(texts[i] for i in order), total=len(texts))
+    for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0]):
+        yield answer["label"], round(answer["score"], 4)
+
+
+def label_table():
+    """Write --predict with all its columns and rows, a label and its probability for each."""
+    path, *more = find(args.predict)
+    rows = [*read_file(path, labelled=False)]
+    if more or not rows:
+        sys.exit(f"{args.predict} is no table of one file with rows: name another")
+    texts, _, records = zip(*rows, strict=True)
+    table = pandas.DataFrame(records, dtype=object)
+    columns = ["predicted_label", "probability"]
+    if not table.columns.intersection(columns).empty:
+        sys.exit(f"{path} has a column {' or '.join(columns)} already: rename it")
+    has_text = [bool(text.strip()) for text in texts]
+    try:
+        answers = [*ask(args.model, [*itertools.compress(texts, has_text)])]
+    except Exception as e:  # no such folder, a damaged one: there are many ways
+        sys.exit(f"cannot read {args.model}: {safety.first_line(e)}")
+    table.loc[has_text, columns] = answers
+    with open(path, "rb") as file:
+        header = file.readline(1 << 20)
+    how = {"encoding": "utf-8-sig" if header.startswith(codecs.BOM_UTF8) else "utf-8"}
+    how["sep"] = ";" if header.count(b";") > header.count(b",") else ","  # as Excel wants it
+    safety.write_beside(out, lambda path: table.to_csv(path, index=False, errors="replace", **how))
+    counts = table["predicted_label"].value_counts()
+    print(*(f"{n:9,} {label}" for label, n in counts[:50].items()), sep="\n")
+    print(f"{out}: {len(rows)} rows, {len(rows) - len(answers)} without text; it saw no labels")
 
 
 def best_bag(rows):
@@ -164,6 +283,9 @@ def best_bag(rows):
     return best, bags[best].fit(*zip(*rows, strict=True))
 
 
+if args.predict:
+    label_table()
+    sys.exit()
 train, dev = split(read(args.train), read(args.dev) if args.dev else [])
 n_train, n_dev = (collections.Counter(label for _, label in rows) for rows in (train, dev))
 names = sorted(n_train | n_dev)
@@ -225,12 +347,7 @@ except OSError as e:
 print(f"{saved} has this bag: if it will do, press Ctrl-C")
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
 
-lengths = [len(tokenizer(text, verbose=False)["input_ids"]) for text, _ in train + dev]
-trained = getattr(config, "trained_on", {}).get("seq_len", 10**9)
-unseen = "its pre-training had no rows so long, see docs/own_text.md"
-for limit, what in ((trained, unseen), (tokenizer.model_max_length, "they are cut there")):
-    if n := sum(length > limit for length in lengths):
-        print(f"{n} of {len(lengths)} texts have more than {limit} tokens: {what}")
+say_long(tokenizer, config, [text for text, _ in train + dev])
 train, dev = (
     [tokenizer(text, truncation=True) | {"label": config.label2id[label]} for text, label in rows]
     for rows in (train, dev)
@@ -258,7 +375,7 @@ print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out row
 if hits <= max(bag_hits, always):
     print("WARNING: that is no better than without a BERT: take the bag, or train longer")
 trust = ", trust_remote_code=True" * (trusted["trust_remote_code"] and hasattr(config, "auto_map"))
-print(f"""To use it:
+print(f"""To use it: python docs/finetune_own_labels.py {out} --predict=new.csv, or
 import transformers
 transformers.pipeline("text-classification", {str(out)!r}, truncation=True{trust})("A text.")
 transformers.AutoModelForSequenceClassification.from_pretrained({str(out)!r}{trust})""")

@@ -3,12 +3,9 @@ passes of set-up. What takes two runs to be seen is a test: python -m pytest tes
 """
 
 import contextlib
-import pickle
-import random
 import sys
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
@@ -141,22 +138,3 @@ def check_loss(run, loss):
                 said = f"the loss reads a parameter {tuple(leaf.shape)} outside of the model: "
                 said += "make it in MaskedLM.__init__(), use it in MaskedLM.forward()"
                 object_to(said, "edits.check_loss() in take_all_passes()", run.saved_step >= 0)
-
-
-def generators():
-    """The states of Python's and numpy's generators, which no checkpoint has."""
-    return pickle.dumps((random.getstate(), np.random.get_state()))
-
-
-def check_repeats(run, *passes):
-    """Object if passes of the same rows, weights and seed have other losses, or if one changes the
-    states of generators(). Of each: its loss, and generators() behind it."""
-    check, begun = "edits.check_repeats() in take_all_passes()", run.saved_step >= 0
-    losses, states = zip(*passes, strict=True)
-    if len(set(states[1:])) > 1:  # the first one compiles, perhaps by chance
-        object_to("a pass draws from Python's or numpy's generator: use torch.rand()", check, begun)
-    # sums that a GPU adds up in any order move a loss in bfloat16 by 1e-4 of it
-    tolerance = max(1e-5, torch.finfo(run.amp_dtype).eps / 8)
-    if not np.allclose(losses, losses[0], rtol=tolerance, equal_nan=True):
-        said = "the same rows and seed give another loss: use torch.rand() and State for what lasts"
-        object_to(said, check, begun)

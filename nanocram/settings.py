@@ -116,8 +116,7 @@ def own_value(namespace, name):
 def check(namespace, allowed):
     """Exit at the first setting that is not allowed. allowed: {names: (least, most) or choices}."""
     for names, values in allowed.items():
-        there = [name for name in names.split() if name in namespace]  # a fork may have dropped one
-        for name in there:
+        for name in filter(namespace.__contains__, names.split()):  # a fork may have dropped one
             value = namespace[name]
             if isinstance(value, str):
                 holds, wanted = value in values, " or ".join(values)

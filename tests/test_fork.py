@@ -229,10 +229,8 @@ def test_what_no_check_ends(fork):
     fork.train(max_steps=2, zero_init=False)
     assert "WARNING: an edit of model.py changes layer" in fork.said
     fork.insert("model.py", NORMED, "        x = x + x.mean(0)\n")
-    new = "    import random\n    scores = scores.roll(random.randrange(99), 1)\n"
-    fork.insert("train.py", "    order = torch.rand(", new)
     rows, _ = fork.train(init="resume", zero_init=False)
-    assert fork.said.count("padding or another row") == fork.said.count("draws from Python's") == 1
+    assert fork.said.count("padding or another row") == 1
     assert rows[-1]["step"] == 4
 
 

@@ -30,7 +30,8 @@ def table(rows):
 HINDI = table((f"{['कि मा', 'का मि'][i % 2]} {i // 2}", i % 2) for i in range(300))
 CHINESE = table((f"房{chr(20000 + i)}间{'大小'[i % 2]}很", i % 2) for i in range(300))
 LABELS = ["True", "TRUE\u200b", "True\ufeff", "x;y", "x", "y", "['y', 'x']", "[]", "y;z", "R&B"]
-LABELS = table(zip("abcdefghij", LABELS, strict=True))
+LABELS += ["x#y", "y x", "<x><z>", "1", "5", "1,5", "#N/A", "-1"]
+LABELS = table(zip("abcdefghijklmnopqr", LABELS, strict=True))
 COPIES = [("a  fine day", "x"), ("A fine day", "y"), ("grey", "x"), ("wet", "y")]
 SHORT = "label,text,note\npos,a,x\n" + "neg ,b\n" * 40 + " ,c,x\npos,,x\n,d\npos,e\n"
 LEFT_OUT = "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos\n39 .* copies"
@@ -47,7 +48,10 @@ LEFT_OUT = "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos
         # blank labels are none, spaces are stripped, a short row is used if it has text and label
         (SHORT, "", LEFT_OUT),
         (LABELS, "", r"classes look alike \(1\): 'TRUE' = 'True'\n"),
-        (LABELS, "", r"""are several labels \(3\): "\['y', 'x'\]"; 'x;y'; 'y;z'\n"""),
+        (LABELS, "", r"several labels \(6\): '<x><z>'; \"\['y', 'x'\]\"; 'x#y'; 'x;y'; 'y x'\n"),
+        (LABELS, "", r"stand for no label \(1\): '#N/A'\n"),
+        (table([("5 \ufffd", "x"), ("b", "y")]), "", "WARNING: 1 rows have U"),
+        ('{"text": "a", "answer": "Ignore", "label": 1}\n', "", "type --without=answer=Ignore"),
         (table(COPIES), "", r"texts have several labels \(1\): .* \(x, y\)\n1 texts are"),
         (table(COPIES), table(COPIES[1:2]), "1 of 1 texts are in .*(.*\n)*.* has no new text with"),
         (HINDI, table([("न", 1), ("ई", 2)]), "held out only: 0, 2\n"),
@@ -113,6 +117,20 @@ def test_own_labels(tmp_path, data_dir, sentences, monkeypatch, own_code):
     assert f"accuracy of {bag_hits:.1%}, always naming 'asks' {always:.1%}" in before
     assert f"accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows" in after
     assert not (tmp_path / "new/labelled.tmp").exists()
-    train.write_text(train.read_text("utf-8-sig").replace("asks", "wants"))
-    said = script(SCRIPT, out, train, tmp_path / "more", **options)
+    del options["label_column"]
+    new = tmp_path / "new.csv"
+    new.write_text(f"id;body;label\n1;;?\n2;{texts[0]};\n", "utf-8")
+    assert "2 rows, 1 without text; it saw no labels" in script(SCRIPT, out, predict=new, **options)
+    answer = pipe(texts[0])[0]
+    _, empty, line = (tmp_path / "new_labelled.csv").read_text("utf-8").splitlines()
+    *cells, probability = line.split(";")
+    assert empty == "1;;?;;" and cells == ["2", texts[0], "", answer["label"]]
+    assert float(probability) == pytest.approx(answer["score"], abs=1e-3)
+
+    for i, (text, label) in enumerate(rows[:90]):  # a folder for each label
+        folder = tmp_path / label.replace("asks", "wants")
+        folder.mkdir(exist_ok=True)
+        (folder / f"{i}.txt").write_text(text, "utf-8")
+    said = script(SCRIPT, out, f"{tmp_path}/*/*.txt", tmp_path / "more", **options)
     assert "has labels of its own (asks, tells): a new head is drawn" in said
+    assert re.search("90 rows; left out: 0 without .*to train on, .*: wants\n", said, re.DOTALL)

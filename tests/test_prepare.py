@@ -22,10 +22,11 @@ from hub import serve
 from transformers import AutoTokenizer
 
 import prepare as module
-from nanocram import sources
+from nanocram import hub, sources
 from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise
 
 FILES = ("tokenizer.json", "train.bin", "val.bin")
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
 # zstd: magic number, a window of 512 MB, one raw block
 LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little") + b"text\n"
 
@@ -110,8 +111,9 @@ def test_rows_by_a_vocabulary_that_is_there(tmp_path, data_dir, corpus, capsys):
         prepare(tmp_path / "mine", edited)
 
 
-def test_every_kind_of_file_is_read(tmp_path, corpus):
-    """All copies of a text are held out, or none is. What two globs match is read once."""
+def test_every_kind_of_file_is_read(tmp_path, corpus, capsys):
+    """All copies of a text are held out, or none is. What two globs match is read once, and so is
+    what has links, be they in circles."""
     texts = documents_of(corpus)
     lines = "".join(json.dumps({"id": 1, "body": text}) + "\n" for text in texts)
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(corpus.read_bytes().replace(b"\n", b"\r\n")))
@@ -123,10 +125,14 @@ def test_every_kind_of_file_is_read(tmp_path, corpus):
     (tmp_path / "e.json").write_text(json.dumps([{"body": text} for text in texts], indent=1))
     with open(tmp_path / "F.CSV", "w", newline="", encoding="utf-8-sig") as f:
         csv.writer(f).writerows([("sep=", ""), ("id", "body"), *enumerate(texts)])  # by Excel
-    globs = f"{tmp_path}/a.*,{tmp_path}/*"
+    (tmp_path / "circle").symlink_to(tmp_path)
+    (tmp_path / "link.txt.gz").symlink_to(tmp_path / "a.txt.gz")
+    (tmp_path / "empty.txt").touch()
+    globs = f"{tmp_path}/a.*,{tmp_path}/**"
     counts = prepare(tmp_path / "out", globs, text_column="body")["counts"]
     train, _ = check_rows(tmp_path / "out", texts * 6)
     assert (counts["read"], counts["kept"]) == (6 * len(texts), len(train))
+    assert re.search("names are of .* already, 1 files are empty", capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -209,13 +215,14 @@ def test_how_many_documents_are_held_out(tmp_path, corpus, capsys):
     assert few["val_share"] == 0.1 and few["counts"]["val_rows"] == 300 // 127
 
 
-def test_text_as_it_is_keeps_every_byte(tmp_path):
+def test_text_as_it_is_keeps_every_byte(tmp_path, capsys):
     texts = [f"Straße {i}:\n\tx  =  [{i}] ;\n\n\n    ende\u2028 \t" for i in range(300)]
-    records = [{"text": text} for text in texts] + 7 * [{"content": "a"}]
+    records = [{"text": text} for text in texts] + 307 * [{"content": "a"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     settings = {"normalisation": "none", "vocab_size": 260, "seq_len": 8}  # bytes alone
     counts = prepare(tmp_path / "out", tmp_path / "a.jsonl", **settings)["counts"]
-    assert (counts["read"], counts["empty"]) == (307, 7)
+    assert (counts["read"], counts["empty"]) == (607, 307)
+    assert "300 of 607 documents have text" in capsys.readouterr().out
     assert counts["characters"] + counts["val_characters"] == sum(map(len, texts))
     n_tokens = sum(len(text.encode()) + 1 for text in texts)  # with a [SEP] each
     assert counts["tokens"] + counts["val_tokens"] == n_tokens
@@ -234,7 +241,9 @@ def test_text_as_it_is_keeps_every_byte(tmp_path):
         ("a.tsv", "text\tid\rone\t1\rtwo\t2\r", "type tr '\\r' '\\n' < OLD > NEW.tsv"),
         ("a.tsv", '"text"\t"label"\n"a"\t"b"\n', "name it .csv"),
         ("a.tsv", "id\ttext\n1\tok\n2\ttwo\nlines\n", "line 4: it has 1 cells, and the header 2"),
-        ("a.tsv", "text\tid\na\t1\t\n", "line 2: it has 3 cells, and the header 2"),
+        ("a.tsv", "text\tid\na\t1\t\n", ("a",)),
+        ("a.csv", "text,id\na,1,,\nb\n", ("a", "b")),
+        ("a.csv", "text,id\na,1,, x,\n", "has 5 cells, and the header 2, and none for 'x'"),
         ("a.txt.zst", LONG_WINDOW, "zstd -d --long=31"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": NaN}\n', "line 3: 'text' is nan, no text"),
         ("a.json", '[{"text": "a"}, ["b"]]', 'record 2: ["b"] is no object: take it out'),
@@ -248,8 +257,15 @@ def test_text_as_it_is_keeps_every_byte(tmp_path):
         ("a.tsv", 'id\ttext\n1\ta\rb\r\n2\t"No," I say\r\n3\t\r\n', ["a\rb", '"No," I say', ""]),
         ("a.tsv", 'id\ttext\n1\t"He said ""no"""\n', ('"He said ""no"""',)),
         # half an emoji, and a byte that is no UTF-8
-        ("a.jsonl", b'{"text": "\\ud83d."}\n{"text": "\xfcber"}\n', ["\ufffd.", "\ufffdber"]),
+        ("a.jsonl", b'{"text": "\\ud83d."}\n{"text": "\xfcber"}\n', ("\ufffd.", "\ufffdber")),
         ("a.txt", "ab".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.csv", "text,id\n".encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8"),
+        ("a.txt", "ab".encode("utf-32"), "iconv -f UTF-32 -t UTF-8"),
+        ("a.txt", "ein\0 ü\0\0 \ufffd", ["ein\0 ü\0\0 \ufffd"]),
+        ("a.csv", b"PK\3\4\x14\0\0\0", "unzip it"),
+        ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}")), "gzip -dc < OLD"),
+        ("a.log.gz", gzip.compress(bytes(257) + b"ustar\0"), "tar -xf OLD"),
+        *((f"a.{end}", LFS, "git lfs pull") for end in ("txt", "tsv", "json.gz", "parquet")),
     ],
 )
 def test_a_table_is_read_as_it_is_or_refused(monkeypatch, name, content, wanted):
@@ -260,7 +276,7 @@ def test_a_table_is_read_as_it_is_or_refused(monkeypatch, name, content, wanted)
     try:
         found = list(sources.read_texts(file, name, "text"))
     except Exception as e:  # whatever a reader raises
-        found = ": ".join(sources.explain(e))
+        found = ": ".join(hub.explain(e))
     if isinstance(wanted, str):
         assert wanted in found and "\n" not in found and ("jq" in found) == ("jq" in wanted)
     else:
@@ -275,6 +291,7 @@ FRENCH = repeated("les élèves français étaient déçus à l'école, et la da
 LOST = "WARNING: normalisation=ascii drops 12.3% of the characters"  # 9 of 73
 WORDS = np.random.default_rng(0).choice(list("bcdfghjklmnpqrstvwxz"), (20000, 16))
 LOG = "\n\n".join(map("".join, WORDS))
+ONE = next(x for i in range(100) if is_held_out(x := " ".join(500 * [f"morning {i}"])))
 
 
 @pytest.mark.parametrize(
@@ -284,6 +301,8 @@ LOG = "\n\n".join(map("".join, WORDS))
         (repeated("good 𝐦𝐨𝐫𝐧𝐢𝐧𝐠 to all of you ☂ at 2° and to the dog"), "WARNING", {}),
         (repeated("it’s “½” of €5 – the ﬁrst x² ≤ 3 … of Æsop"), "", {"vocab_size": 290}),
         (repeated("उन्होंने बच्चों को ७ कहानियाँ सुनाईं"), "type --normalisation=plain", {}),
+        (ONE, "100% of the text is held out: --documents=lines", {}),
+        (repeated("5 \ufffd"), "WARNING: 400 doc", {"normalisation": "plain", "vocab_size": 265}),
         (FRENCH.encode("cp1252"), "most texts are not UTF-8: iconv -f WINDOWS-1252", {}),
         (LOG, "type --filter_ratio=0", {"vocab_size": 4096, "filter_ratio": -1.0}),
     ],
@@ -300,6 +319,17 @@ def test_a_look_before_the_work(tmp_path, capfd, text, said, settings):
     prepare(tmp_path / "out", **settings)
     printed = capfd.readouterr().out
     assert said in printed and ("WARNING" in printed) == bool(said)
+
+
+def test_a_log_that_is_emptied_while_it_is_read(tmp_path, five_files, monkeypatch):
+    def cut(file, path, *how):
+        for text in sources.read_texts(file, path, *how):
+            yield text
+            os.truncate(path, 100)
+
+    put(monkeypatch, module, read_texts=cut)
+    with pytest.raises(SystemExit, match=r"0\.txt changed while it was read: rerun"):
+        prepare(tmp_path / "out", five_files)
 
 
 def test_a_broken_file_and_a_full_disk(tmp_path, five_files, capsys, monkeypatch):
@@ -343,12 +373,12 @@ def test_max_tokens_of_a_silent_hub(tmp_path, five_files, corpus, texts, capsys,
             return super().readinto(memoryview(buffer)[:4096])
 
     def opened(path):
-        on_hub = path.startswith(sources.HUB)
-        return Line(path.removeprefix(sources.HUB)) if on_hub else open(path, "rb")
+        on_hub = path.startswith(hub.HUB)
+        return Line(path.removeprefix(hub.HUB)) if on_hub else open(path, "rb")
 
     paths = sorted(tmp_path.glob("?.txt"))
-    listed = [[f"{sources.HUB}{path}", path.stat().st_size] for path in paths]
-    put(monkeypatch, sources, hub_files=lambda name: listed)
+    listed = [[f"{hub.HUB}{path}", path.stat().st_size] for path in paths]
+    put(monkeypatch, hub, files_of=lambda name: listed)
     put(monkeypatch, module, open_bytes=opened, PAUSE=0, TRIES=3)
     own_texts = [text[:2000].strip() for text in texts[60:75]]
     (tmp_path / "own.txt").write_text("\n\n".join(own_texts))

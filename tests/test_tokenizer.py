@@ -1,11 +1,12 @@
 import re
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from nanocram.tokenizer import Tokenizer, normalise, train_tokenizer
+from nanocram.tokenizer import Tokenizer, bounded, normalise, train_tokenizer
 
 AT_ANY_SPEED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 PROSE = st.text(alphabet="abAB \u3000\x1c éÉ01.,;'\"`-—“”… \t\n[MASK]()", max_size=200)
@@ -97,3 +98,11 @@ def test_a_file_that_normalises_or_splits_text_otherwise_is_refused(data_dir, tm
         path.write_text(whole.replace(part, other), "utf-8")
         with pytest.raises(SystemExit, match=r"ValueError.*prepare the data again"):
             Tokenizer(path)
+
+
+def test_not_all_words_are_trained_on_where_they_all_differ(texts):
+    """As those of proteins: each takes memory. Of both halves of the sample some are read."""
+    proteins = np.random.default_rng(0).choice(list("ACDEFGHIKLMNPQRS"), (600, 20000))
+    read = list(bounded([*map("".join, proteins), *600 * ["a b"]], "none"))
+    assert 8e6 < sum(map(len, read)) < 9e6 and "a b" in read
+    assert len(list(bounded(texts, "plain"))) == len(texts)

@@ -99,9 +99,10 @@ def find_files(source):
             found[name] = new
         n_again += len(paths) - len(new)
         n_empty += sum(size == 0 for _, size, _ in new)
-    if n_again or n_empty:
-        said = f"{n_again} names are of files that are read already, {n_empty} files are empty"
-        safety.say(said)
+    if n_again:
+        safety.say(f"{n_again} names are left out: they lead to files that are read already")
+    if n_empty:
+        safety.say(f"{n_empty} of the files have no bytes")
     return found
 
 
@@ -215,12 +216,14 @@ def make_vocabulary(files, folder):
     to_train_on = [text for text in sample if not is_held_out(text, **rule)]
     held_out = 1 - sum(map(len, to_train_on)) / sum(map(len, sample))
     if held_out > 3 * rule["val_share"] + 0.05:
-        said = f"{held_out:.0%} of the text is held out: --documents=lines, or more documents, help"
+        advice = "type --documents=lines, or give more documents"
+        said = f"{held_out:.0%} of the text is held out: {advice}"
         print(f"WARNING: {said}") if to_train_on else sys.exit(said)
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 500)]]
     paths = {path for path, *_ in itertools.chain(*files.values())}
     if paths & sources.NOT_UTF8 and np.mean([*map(is_lost, begins)]) > 0.5:
-        sys.exit("most texts are not UTF-8: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW mends most")
+        advice = "if they are of Western Europe, type iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+        sys.exit(f"most texts are not UTF-8: {advice}")
     if normalisation == "ascii":
         check_normalisation(begins)
     if tokenizer:

@@ -34,7 +34,7 @@ from prepare import copy_key, describe, find_files, has_copies, is_held_out, is_
 
 # what stands in a cell for no label, beside nothing; annotators' words for a row that is no good
 BLANK = "#N/A #NAME? #REF! #VALUE! N/A n/a NA NaN nan NULL null None ? - . -1".split()
-REJECTED = ("reject", "rejected", "ignore", "ignored", "discard", "discarded", "skip", "skipped")
+REJECTED = "reject rejected ignore ignored discard discarded skip skipped was_cancelled".split()
 
 parser = argparse.ArgumentParser(usage=__doc__)
 parser.add_argument("model")
@@ -121,8 +121,10 @@ def read(source):
         label = " ".join(re.sub("[\u200b\u2060\ufeff]", " ", label).split())  # no width
         rows.append((text.strip(), label))
         for name in record.keys() - asked:
-            if str(record[name])[:10].lower() in REJECTED:
-                rejected[name].add(record[name])
+            value = record[name]
+            is_ticked = value is True and name.lower() in REJECTED
+            if is_ticked or (isinstance(value, str) and value.lower() in REJECTED):
+                rejected[name].add(str(value))
     if without:
         print(f"{source}: left out: {n_without} rows that have {args.without}")
     for name, found in rejected.items():
@@ -175,7 +177,7 @@ def look(rows):
     n_names = collections.Counter(parts.values())
 
     def is_several(name, cut):
-        is_list = re.search("[];|；>}]", name) and any(n_with[part] > 1 for part in cut)
+        is_list = re.search("[];|；}]|^<.*>$", name) and any(n_with[part] > 1 for part in cut)
         return len(cut) > 1 and (is_list or cut <= alone or n_names[cut] > 1)
 
     others = [name for name in names if re.fullmatch(r"[-+]?\d+", name) and name != "-1"]

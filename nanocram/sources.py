@@ -23,6 +23,7 @@ SIGNS = {
     rb"\xff\xfe\0\0|\0\0\xfe\xff": "UTF-32: type iconv -f UTF-32 -t UTF-8 OLD > NEW",
     rb"\xff\xfe|\xfe\xff": "UTF-16: type iconv -f UTF-16 -t UTF-8 OLD > NEW",
     rb"([^\0]\0){8}": "UTF-16: type iconv -f UTF-16LE -t UTF-8 OLD > NEW",
+    rb"(\0[^\0]){8}": "UTF-16: type iconv -f UTF-16BE -t UTF-8 OLD > NEW",
 }
 
 

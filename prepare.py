@@ -80,27 +80,28 @@ def find_files(source):
             name = os.path.join(os.path.dirname(__file__), name)
         exact = glob.glob(name.replace("[", "[[]"), recursive=True)  # of a folder lr[1e-3]
         matches = [name] if os.path.isfile(name) else exact or glob.glob(name, recursive=True)
-        paths = sorted({path for path in matches if not os.path.isdir(os.path.realpath(path))})
+        real = {path: os.path.realpath(path) for path in sorted(set(matches))}  # of ends of links
+        paths = [path for path in real if not os.path.isdir(real[path])]
         if matches and not paths:
             sys.exit(f"{matches[0]} is a folder: {sources.files_in(matches[0])}")
         if not paths and (not name or glob.escape(name) != name or file_kind(name)):
             sys.exit(f"no file matches {name!r}: give globs in quotes, as in 'a/*.txt,b.jsonl'")
         new = []
         for path in paths:
-            if (target := os.path.realpath(path)) in seen:  # by another glob, or links in a circle
+            if real[path] in seen:  # by another glob, or links in a circle
                 continue
             if not file_kind(path):
                 sys.exit(f"{path} is of no kind that is read: use .txt, .jsonl, .csv or .parquet")
             if not os.access(path, os.R_OK):
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
-            seen.add(target)
+            seen.add(real[path])
             new.append(describe(path))
         if new or not paths:
             found[name] = new
         n_again += len(paths) - len(new)
         n_empty += sum(size == 0 for _, size, _ in new)
     if n_again:
-        safety.say(f"{n_again} names are left out: they lead to files that are read already")
+        safety.say(f"{n_again} names lead to files that are read already: each is read once")
     if n_empty:
         safety.say(f"{n_empty} of the files have no bytes")
     return found
@@ -207,7 +208,8 @@ def make_vocabulary(files, folder):
     if not sample:
         sys.exit(f"no text in {source}: give other text")
     if len(sample) < n_read / 2:
-        print(f"WARNING: {len(sample)} of {n_read} documents have text: see --text_column")
+        said = f"{len(sample)} of {n_read} documents have a text in {text_column!r}"
+        print(f"WARNING: {said}: see Labels in docs/own_text.md if others have it elsewhere")
     # hold out 1 %, less of a large text, up to 10 % so that it makes 200 rows and 8 documents
     least = max(200 * seq_len * 4 / size, 8 / n_documents)  # four characters are a token
     chosen = max(1e-4, min(0.01, 4 * val_tokens / size), min(0.1, least))
@@ -216,9 +218,10 @@ def make_vocabulary(files, folder):
     to_train_on = [text for text in sample if not is_held_out(text, **rule)]
     held_out = 1 - sum(map(len, to_train_on)) / sum(map(len, sample))
     if held_out > 3 * rule["val_share"] + 0.05:
-        advice = "type --documents=lines, or give more documents"
-        said = f"{held_out:.0%} of the text is held out: {advice}"
-        print(f"WARNING: {said}") if to_train_on else sys.exit(said)
+        said = f"{held_out:.0%} of the text is held out: give more documents, or --documents=lines"
+        if not to_train_on:
+            sys.exit(said)
+        print(f"WARNING: {said}")
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 500)]]
     paths = {path for path, *_ in itertools.chain(*files.values())}
     if paths & sources.NOT_UTF8 and np.mean([*map(is_lost, begins)]) > 0.5:
@@ -243,7 +246,7 @@ def make_vocabulary(files, folder):
 
 def is_lost(text):
     """Whether most of a text's characters outside ASCII are U+FFFD."""
-    return 2 * text.count("�") > len(text) - len(text.encode("ascii", "ignore"))
+    return 2 * text.count("\ufffd") > len(text) - len(text.encode("ascii", "ignore"))
 
 
 def check_normalisation(texts):

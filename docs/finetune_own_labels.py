@@ -8,8 +8,10 @@ import argparse
 import codecs
 import collections
 import itertools
+import json
 import os
 import re
+import shlex
 import signal
 import sys
 import tempfile
@@ -32,8 +34,8 @@ from nanocram import machine, model_folder, safety, sources
 from nanocram.settings import read_ranks
 from prepare import copy_key, describe, find_files, has_copies, is_held_out, is_lost
 
-# what stands in a cell for no label, beside nothing; annotators' words for a row that is no good
-BLANK = "#N/A #NAME? #REF! #VALUE! N/A n/a NA NaN nan NULL null None ? - . -1".split()
+# cells that mean: no label, as blank ones do; annotators' words for a row that is no good
+BLANK = "#n/a #nv #name? #ref! #value! #div/0! n/a na nan <na> null none ? - . -1 -1.0".split()
 REJECTED = "reject rejected ignore ignored discard discarded skip skipped was_cancelled".split()
 
 parser = argparse.ArgumentParser(usage=__doc__)
@@ -50,15 +52,19 @@ args = parser.parse_args()
 if read_ranks()[2] > 1:
     sys.exit("this script is one process: start it without torchrun")
 os.environ.pop("LOCAL_RANK", None)  # by which Trainer would wait for others
-if bool(args.predict) == bool(args.out):
-    sys.exit(f"name a model, a table and a new folder, or give a table to label:\n{__doc__}")
 out = Path(args.out)
-if args.predict:
-    name = re.sub(r"\.\w+(\.gz|\.zst)?$", "", args.predict)
-    out = Path(f"{name}_labelled.csv")
-if out.exists():
-    sys.exit(f"{out} exists: move it, or name another")
-out.parent.mkdir(parents=True, exist_ok=True)
+if not args.predict:
+    if not args.out:
+        sys.exit("type MODEL TABLE NEW_FOLDER to train, or MODEL --predict=TABLE to label")
+    if out.exists():
+        sys.exit(f"{out} exists: name a new folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+elif args.train:
+    sys.exit(f"--predict trains nothing: leave out {args.train}")
+without, equals, unwanted = args.without.partition("=")
+if args.without and not equals:
+    sys.exit(f"type --without={without}=VALUE, or several values with commas between them")
+trusted = {"trust_remote_code": args.trust_remote_code == "True"}
 times = []  # when each step ended
 
 
@@ -70,31 +76,36 @@ class Forecast(transformers.TrainerCallback):
             sources.say_once(f"{state.max_steps} steps, some {minutes:.1f} minutes more")
 
 
-def read_file(path, labelled=True):
-    """Yield (text, label, the whole record) of each row of a file; a label that is missing is "".
-    A .txt is one text, which its folder's name labels, as a folder NAME=LABEL does a table's."""
+def read_file(path):
+    """[(text, label, the whole record)] of a file; a label that is missing is "", and so are all
+    for --predict. A folder NAME=LABEL labels its tables; a .txt is one text, which the name of its
+    folder labels."""
     types = dict.fromkeys(args.text_column.split(","), str)
     if args.label_column in types:
         sys.exit(f"{args.label_column} is in --text_column, too: type --label_column=NAME")
-    folder = re.search(rf"(^|/){re.escape(args.label_column)}=([^/]*)/[^/]*$", path)
-    before = describe(path)
+    in_folder = re.search(rf"(^|/){re.escape(args.label_column)}=([^/]*)/", path)
+    label = in_folder and urllib.parse.unquote(in_folder[2])
+    rows, before = [], describe(path)
     try:
         with open(path, "rb") as file:
             if sources.file_kind(path) == "text":
-                yield sources.open_text(file, path).read(), Path(path).resolve().parent.name, {}
-                return
-            if labelled and not folder:
-                types[args.label_column] = str | int | float
-            for cells, record in sources.read_rows(file, path, types, whole=True):
-                label = cells.pop() if args.label_column in types else ""
-                if folder:
-                    label = urllib.parse.unquote(folder[2])
-                label = "" if label is None or label != label else str(label)  # NaN is not itself
-                yield " ".join(filter(None, cells)), label, record
+                label = label or Path(os.path.abspath(path)).parent.name
+                rows.append((sources.open_text(file, path).read(), label, {}))
+            else:
+                if not (in_folder or args.predict):
+                    types[args.label_column] = str | int | float
+                for cells, record in sources.read_rows(file, path, types, bool(args.predict)):
+                    found = cells.pop() if args.label_column in types else label
+                    found = "" if found is None or found != found else str(found)  # NaN
+                    rows.append((" ".join(filter(None, cells)), found, record))
     except Exception as e:  # whatever the readers of gzip, JSON or parquet raise
         sys.exit(f"{path}: {' '.join(str(e).split()) or repr(e)}")
     if describe(path) != before:
         sys.exit(f"{path} changed while it was read: type the command again, or give a copy of it")
+    if path in sources.NOT_UTF8 and is_lost("".join(text + label for text, label, _ in rows)):
+        advice = "if it is of Western Europe, type iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+        sys.exit(f"{path} is not UTF-8: {advice}")
+    return rows
 
 
 def find(source):
@@ -110,31 +121,25 @@ def find(source):
 
 def read(source):
     """[(text, label), ...] of files that prepare.py reads, without rows that lack text."""
-    without, _, values = args.without.partition("=")
     asked = {*args.text_column.split(","), args.label_column}
     rows, rejected, n_without = [], collections.defaultdict(set), 0
-    paths = find(source)
-    for text, label, record in itertools.chain.from_iterable(map(read_file, paths)):
-        if without and str(record.get(without)) in values.split(","):
+    for text, label, record in itertools.chain.from_iterable(map(read_file, find(source))):
+        if args.without and str(record.get(without)) in unwanted.split(","):
             n_without += 1
             continue
         label = " ".join(re.sub("[\u200b\u2060\ufeff]", " ", label).split())  # no width
-        rows.append((text.strip(), label))
+        rows.append((text.strip(), label.replace("__HIVE_DEFAULT_PARTITION__", "")))
         for name in record.keys() - asked:
-            value = record[name]
-            is_ticked = value is True and name.lower() in REJECTED
-            if is_ticked or (isinstance(value, str) and value.lower() in REJECTED):
-                rejected[name].add(str(value))
-    if without:
+            value = str(record[name])[:20]
+            word = name.lower() if value.lower() == "true" else value.lower()
+            if word in REJECTED:
+                rejected[name].add(value)
+    if args.without:
         print(f"{source}: left out: {n_without} rows that have {args.without}")
     for name, found in rejected.items():
-        said = f"{name}={','.join(sorted(found))}"
-        print(f"WARNING: some rows have {said}: type --without={said} to leave them out")
-    n_lost = sum("\ufffd" in text + label for text, label in rows)
-    if sources.NOT_UTF8.intersection(paths) and is_lost("".join(itertools.chain(*rows))):
-        advice = "iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
-        sys.exit(f"{source} is not UTF-8: if it is of Western Europe, type {advice}")
-    if n_lost:
+        said = shlex.quote(f"--without={name}={','.join(sorted(found))}")
+        print(f"WARNING: some rows were rejected, as {name} says: type {said} to leave them out")
+    if n_lost := sum("\ufffd" in text + label for text, label in rows):
         print(f"WARNING: {n_lost} rows have U+FFFD, which stands for characters that were lost")
     no_text, no_label = (sum(not row[i] for row in rows) for i in (0, 1))
     print(f"{source}: {len(rows)} rows; left out: {no_label} without label, {no_text} without text")
@@ -180,15 +185,19 @@ def look(rows):
         is_list = re.search("[];|；}]|^<.*>$", name) and any(n_with[part] > 1 for part in cut)
         return len(cut) > 1 and (is_list or cut <= alone or n_names[cut] > 1)
 
-    others = [name for name in names if re.fullmatch(r"[-+]?\d+", name) and name != "-1"]
+    several = [repr(name) for name, cut in parts.items() if is_several(name, cut)]
+    if len(several) == 1 and several[0].replace(" ", "").isalnum():  # "not spam" may be one
+        several = []
+    numbers = [name for name in names if re.fullmatch(r"[-+]?\d+(\.0)?", name)]
+    others = [name for name in numbers if name not in ("-1", "-1.0")]
     is_scale = len(others) in (1, 2) or any(name[0] == "-" for name in others)  # -1, 0, 1
-    blank = [name for name in names if name in BLANK and not (name == "-1" and is_scale)]
+    blank = [name for name in names if name.lower() in BLANK]
     doubts = {
-        "classes may stand for no label": [*map(repr, blank)],
-        "classes look alike": [" = ".join(map(repr, x)) for x in alike.values() if len(x) > 1],
-        "classes are several labels": [
-            repr(name) for name, cut in parts.items() if is_several(name, cut)
+        "classes may mean that there is no label": [
+            repr(name) for name in blank if not (is_scale and name in numbers)
         ],
+        "classes look alike": [" = ".join(map(repr, x)) for x in alike.values() if len(x) > 1],
+        "classes are several labels": several,
         "texts have several labels": [
             f"{min(x.values())!r:.40} ({', '.join(x)})" for x in labels_of.values() if len(x) > 1
         ],
@@ -214,49 +223,61 @@ def say_long(tokenizer, config, texts):
             print(f"{n} of {len(lengths)} texts have more than {limit} tokens: {what}")
 
 
-def ask(model, texts):
-    """Yield (label, probability) of each text, by a folder or a bag, which has no probability."""
-    if model.endswith(".joblib"):
-        yield from ((label, "") for label in joblib.load(model).predict(texts))
-        return
-    trusted = {"trust_remote_code": args.trust_remote_code == "True"}
-    config = transformers.AutoConfig.from_pretrained(model, **trusted)
+def cannot_read(error):
+    """Exit because of an error that a model folder has raised: there are many ways."""
+    if "trust_remote_code" in str(error):
+        sys.exit(f"{args.model} carries code: read it, then type --trust_remote_code=True")
+    sys.exit(f"cannot read {args.model}: {safety.first_line(error)}")
+
+
+def ask(texts):
+    """[(label, probability)] of texts by a folder, or by a bag, which has no probability."""
+    if args.model.endswith(".joblib"):
+        return [(label, "") for label in joblib.load(args.model).predict(texts)]
+    config = transformers.AutoConfig.from_pretrained(args.model, **trusted)
     if "Classification" not in str(config.architectures):
-        sys.exit(f"{model} has no classifier: fine-tune it first, as {__doc__.splitlines()[2]}")
+        sys.exit(f"{args.model} has no classifier: fine-tune it first, see docs/own_text.md")
     how = {"device": machine.pick("auto", "auto")[0], "batch_size": args.batch, **trusted}
-    pipe = transformers.pipeline("text-classification", model, truncation=True, **how)
+    pipe = transformers.pipeline("text-classification", args.model, truncation=True, **how)
     say_long(pipe.tokenizer, config, texts)
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # so that a batch is of a length
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # a batch has like lengths
     answers = safety.Bar(pipe(texts[i] for i in order), total=len(texts))
-    for _, answer in sorted(zip(order, answers, strict=True), key=lambda pair: pair[0]):
-        yield answer["label"], round(answer["score"], 4)
+    found = dict(zip(order, answers, strict=True))
+    return [(found[i]["label"], round(found[i]["score"], 4)) for i in range(len(texts))]
 
 
 def label_table():
     """Write --predict with all its columns and rows, a label and its probability for each."""
     path, *more = find(args.predict)
-    rows = [*read_file(path, labelled=False)]
-    if more or not rows:
-        sys.exit(f"{args.predict} is no table of one file with rows: name another")
-    texts, _, records = zip(*rows, strict=True)
-    table = pandas.DataFrame(records, dtype=object)
+    if more:
+        sys.exit(f"{args.predict} names {1 + len(more)} tables: give one")
+    labelled = Path(re.sub(r"\.\w+(\.gz|\.zst)?$", "", path) + "_labelled.csv")
+    if labelled.exists():
+        sys.exit(f"{labelled} exists: move it")
+    rows = read_file(path)
+    has_text = [bool(text.strip()) for text, *_ in rows]
+    if not any(has_text):
+        sys.exit(f"{path} has no row with a text")
+    table = pandas.DataFrame([record for *_, record in rows], dtype=object)
+    table = table.map(lambda x: json.dumps(x) if isinstance(x, list | dict) else x)
     columns = ["predicted_label", "probability"]
-    if not table.columns.intersection(columns).empty:
-        sys.exit(f"{path} has a column {' or '.join(columns)} already: rename it")
-    has_text = [bool(text.strip()) for text in texts]
+    if taken := [name for name in columns if name in table]:
+        sys.exit(f"{path} has a column {taken[0]} already: rename it")
     try:
-        answers = [*ask(args.model, [*itertools.compress(texts, has_text)])]
-    except Exception as e:  # no such folder, a damaged one: there are many ways
-        sys.exit(f"cannot read {args.model}: {safety.first_line(e)}")
+        answers = ask([text for text, *_ in itertools.compress(rows, has_text)])
+    except Exception as e:
+        cannot_read(e)
     table.loc[has_text, columns] = answers
     with open(path, "rb") as file:
-        header = file.readline(1 << 20)
-    how = {"encoding": "utf-8-sig" if header.startswith(codecs.BOM_UTF8) else "utf-8"}
-    how["sep"] = ";" if header.count(b";") > header.count(b",") else ","  # as Excel wants it
-    safety.write_beside(out, lambda path: table.to_csv(path, index=False, errors="replace", **how))
+        begin = file.readline(1 << 20) if path.lower().endswith(".csv") else b""
+    how = {"encoding": "utf-8-sig" if begin.startswith(codecs.BOM_UTF8) else "utf-8"}
+    how["sep"] = ";" if begin.count(b";") > begin.count(b",") else ","  # as Excel wants it
+    how |= {"index": False, "errors": "replace"}
+    safety.write_beside(labelled, lambda temporary: table.to_csv(temporary, **how))
     counts = table["predicted_label"].value_counts()
     print(*(f"{n:9,} {label}" for label, n in counts[:50].items()), sep="\n")
-    print(f"{out}: {len(rows)} rows, {len(rows) - len(answers)} without text; it saw no labels")
+    n_blank = len(rows) - len(answers)
+    print(f"{labelled}: {len(rows)} rows, {n_blank} of them without text; its labels were not read")
 
 
 def best_bag(rows):
@@ -286,6 +307,7 @@ def best_bag(rows):
 
 
 if args.predict:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
     label_table()
     sys.exit()
 train, dev = split(read(args.train), read(args.dev) if args.dev else [])
@@ -303,7 +325,6 @@ is_enough = sum(n > 1 for n in pairs.values()) > 1  # so that no third has all t
 if not (dev and is_enough and len(names) <= max(2, len(train) // 2)):
     sys.exit(f"{len(train)} rows, {len(dev)} held out, {len(names)} labels: give more of each")
 device, dtype = machine.pick("auto", "auto")
-trusted = {"trust_remote_code": args.trust_remote_code == "True"}
 transformers.logging.set_verbosity_error()  # it tells that the classifier is new
 transformers.set_seed(args.seed)
 auto = transformers.AutoModelForSequenceClassification
@@ -332,10 +353,8 @@ try:
         print(f"{args.model} has labels of its own ({', '.join(known[:5])}): a new head is drawn")
         trained, model = model, auto.from_config(config, **trusted)
         model.base_model.load_state_dict(trained.base_model.state_dict())
-except Exception as e:  # no such folder, a damaged one: there are many ways
-    if "trust_remote_code" in str(e):
-        sys.exit(f"{args.model} carries code: read it, then type --trust_remote_code=True")
-    sys.exit(f"cannot read {args.model}: {safety.first_line(e)}")
+except Exception as e:
+    cannot_read(e)
 model.float()  # the folder may have been saved in half precision
 kind, bag = best_bag(train)
 bag_hits = bag.score(*zip(*dev, strict=True))
@@ -377,7 +396,8 @@ print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out row
 if hits <= max(bag_hits, always):
     print("WARNING: that is no better than without a BERT: take the bag, or train longer")
 trust = ", trust_remote_code=True" * (trusted["trust_remote_code"] and hasattr(config, "auto_map"))
-print(f"""To use it: python docs/finetune_own_labels.py {out} --predict=new.csv, or
+flags = "".join(f" {arg}" for arg in sys.argv if re.match("--(text_col|label_col|trust)", arg))
+print(f"""To use it: python docs/finetune_own_labels.py {out} --predict=new.csv{flags}, or
 import transformers
 transformers.pipeline("text-classification", {str(out)!r}, truncation=True{trust})("A text.")
 transformers.AutoModelForSequenceClassification.from_pretrained({str(out)!r}{trust})""")

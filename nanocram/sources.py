@@ -14,16 +14,14 @@ from nanocram.safety import say_once
 CELL = 1 << 24  # characters of a cell at most; a longer one is a quote that nothing closes
 MAX_DOCUMENT = 1 << 20  # characters; a text file without blank lines is cut at this size
 NOT_UTF8 = set()  # paths of the files with such bytes, of those that were read
-# how files begin, whatever their names say; what they are, and what to type
+# the first bytes of files that are no text, whatever their names: what they are, what to type
 SIGNS = {
     rb"version https://git-lfs": "a pointer of git LFS: type git lfs pull",
     rb"\x1f\x8b": "gzip: type gzip -dc < OLD > NEW",
-    rb"PK\x03\x04": "a zip archive, or of Excel: unzip it, or save it as CSV UTF-8",
+    rb"PK\x03\x04": "a zip archive or an Excel file: unzip it, or save it as CSV UTF-8",
     rb".{257}ustar": "a tar archive: type tar -xf OLD",
     rb"\xff\xfe\0\0|\0\0\xfe\xff": "UTF-32: type iconv -f UTF-32 -t UTF-8 OLD > NEW",
     rb"\xff\xfe|\xfe\xff": "UTF-16: type iconv -f UTF-16 -t UTF-8 OLD > NEW",
-    rb"([^\0]\0){8}": "UTF-16: type iconv -f UTF-16LE -t UTF-8 OLD > NEW",
-    rb"(\0[^\0]){8}": "UTF-16: type iconv -f UTF-16BE -t UTF-8 OLD > NEW",
 }
 
 
@@ -38,7 +36,9 @@ def files_in(folder):
     """What to type to read the files of a folder, or what the datasets library saved in it."""
     if any(Path(folder).glob("*.arrow")) or any(Path(folder).glob("*/*.arrow")):
         return "in Python type datasets.load_from_disk('its split').to_parquet('new.parquet')"
-    return f"name its files, as in '{Path(folder, '**/*.txt')}'"
+    names = (path.name for path in Path(folder).rglob("*") if file_kind(path.name))
+    ending = Path(next(names, "a.txt")).suffix
+    return f"name its files, as in '{Path(folder, '**', '*' + ending)}'"
 
 
 def read_texts(file, path, column, by_line=False):
@@ -54,10 +54,7 @@ def read_rows(file, path, types, whole=False):
     that it may have}. Of parquet only these columns are read unless the record is to be whole."""
     readers = {"csv": table_rows, "tsv": table_rows, "json": json_rows, "parquet": parquet_rows}
     for place, record in readers[file_kind(path)](file, path, types, whole):
-        try:
-            yield [check_type(record.get(name), name, types[name]) for name in types], record
-        except ValueError as e:
-            raise ValueError(f"{place}: {e}") from None
+        yield [check_type(record.get(name), name, types[name], place) for name in types], record
 
 
 def check_begin(begin, expected=None):
@@ -67,20 +64,33 @@ def check_begin(begin, expected=None):
             raise ValueError(f"it is {kind}")
 
 
+def check_text(begin):
+    """Raise a ValueError if a file's first bytes, those of UTF-8 with NULs apart, are no text's."""
+    check_begin(begin)
+    for i, name in enumerate(("UTF-16BE", "UTF-16LE")):
+        high = begin[i::2]  # of UTF-16 these bytes have 0 and few other values
+        if b"\0" in high and len({*high}) <= min(8, len(high) // 4):
+            raise ValueError(f"it is {name}: type iconv -f {name} -t UTF-8 OLD > NEW")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(begin if b"\0" in begin else b"")
+    except UnicodeDecodeError:
+        raise ValueError("it is no text, whatever its name says") from None
+
+
 def open_text(file, path):
     """The characters of an open file; every end of a line stays as it is, and bytes that are not
     UTF-8 become U+FFFD. Raises a ValueError if it is no text."""
     file = io.BufferedReader(file, 1 << 20)
-    if path.lower().endswith(".gz"):
+    if path.lower().endswith((".gz", ".zst")):
         check_begin(file.peek(), rb"\x1f\x8b")
-        file = io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20)
+    if path.lower().endswith(".gz"):
+        file = gzip.GzipFile(fileobj=file)
     if path.lower().endswith(".zst"):
         import pyarrow
 
-        check_begin(file.peek())
         file = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
-        file = io.BufferedReader(file, 1 << 20)
-    check_begin(file.peek())
+    file = io.BufferedReader(file, 1 << 20)
+    check_text(file.peek())
 
     def replace(error):
         say_once(f"WARNING: {path} has bytes that are not UTF-8, and become U+FFFD")
@@ -104,35 +114,31 @@ def split_documents(file, by_line=False):
     yield document
 
 
-def parse(text, line):
-    """The value of a text in JSON that begins at a line; a ValueError names the place."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as e:
-        why = f"line {line + e.lineno - 1}, column {e.colno} is no whole object: {e.msg}"
-        hint = "; if it goes on in the next line, type jq -c . OLD > NEW.jsonl"
-        raise ValueError(why + hint * (e.pos == len(e.doc))) from None
-
-
 def json_rows(file, path, types, _):
     """The objects in the lines of a file, or in the one list that it is, each with its place."""
     file = open_text(file, path)
     first = file.readline()
-    if is_list := first.lstrip().startswith("["):
-        numbered = enumerate(parse(first + file.read(), 1), 1)
-    else:
-        lines = enumerate(itertools.chain([first], file), 1)
-        numbered = ((i, parse(line.rstrip(), i)) for i, line in lines if line.strip())
+    is_list = first.lstrip().startswith("[")
+    parts = [first + file.read()] if is_list else itertools.chain([first], file)
     names = None
-    for number, record in numbered:
-        place = f"{'record' if is_list else 'line'} {number}"
-        if not isinstance(record, dict):
-            raise ValueError(f"{place}: {json.dumps(record):.40} is no object: take it out")
-        names = names or check_columns(types, record)
-        yield place, record
+    for line, part in enumerate(parts, 1):
+        if not part.strip():
+            continue
+        try:
+            found = json.loads(part.rstrip())
+        except json.JSONDecodeError as e:
+            why = f"line {line + e.lineno - 1}, column {e.colno} is no whole object: {e.msg}"
+            hint = "; if it goes on in the next line, type jq -c . OLD > NEW.jsonl"
+            raise ValueError(why + hint * (e.pos == len(e.doc))) from None
+        for number, record in enumerate(found if is_list else [found], 1):
+            place = f"record {number}" if is_list else f"line {line}"
+            if not isinstance(record, dict):
+                raise ValueError(f"{place}: {json.dumps(record):.40} is no object: take it out")
+            names = names or check_columns(types, record)
+            yield place, record
 
 
-def table_rows(file, path, types, _):
+def table_rows(file, path, types, whole):
     """Rows of a table. A .csv is as RFC 4180 has it; in a .tsv a line is a row, a quote is text."""
     file, is_tsv = open_text(file, path), file_kind(path) == "tsv"
     header = file.readline(CELL)
@@ -158,20 +164,19 @@ def table_rows(file, path, types, _):
             elif not names:
                 names = [*map(str.strip, cells)]
                 hint = rule if '"' in "".join(names) else "if line 1 is no header, put one above it"
-                check_columns(types, names, f"; {hint}")
+                check_columns([*types, *(names if whole else ())], names, f"; {hint}")
                 width = max(i for i, name in enumerate(names, 1) if name)
-                keys = [f"{x}.{i}" if x in names[:i] else x for i, x in enumerate(names[:width])]
             elif (more := "".join(cells[width:]).strip()) or (is_tsv and len(cells) < width):
-                what = f", and none for {more!r:.40}" * bool(more)
+                what = f", none for {more!r:.40}" * bool(more)
                 raise csv.Error(f"it has {len(cells)} cells, and the header {width}{what}")
             else:
                 if any(map(quoted_cell.match, cells)):
                     say_once(f"{path}: some quotes around cells stay as they are: {rule}")
                 n_wide += len(cells) > len(names)
-                yield f"line {begin}", dict(zip(keys, cells, strict=False))
+                yield f"line {begin}", dict(zip(names[:width], cells, strict=False))
             begin = begin + 1 if is_tsv else rows.line_num + 1
         if n_wide:
-            say_once(f"{path}: {n_wide} rows have more cells than the header; they are blank")
+            say_once(f"{path}: blank cells beyond the header are left out, of {n_wide} rows")
     except csv.Error as e:
         plain = {"new-line": "a bare CR stands in it", "end of data": "its quote is never closed"}
         why = next((words for part, words in plain.items() if part in str(e)), e)
@@ -185,17 +190,18 @@ def parquet_rows(file, _, types, whole):
     check_begin(file.read(512))
     file.seek(0)
     table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    check_columns(types, table.schema_arrow.names)
+    names = table.schema_arrow.names
+    check_columns([*types, *(names if whole else ())], names)
     batches = table.iter_batches(256, columns=None if whole else [*types], use_threads=False)
     rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
     return ((f"row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def check_type(value, column, types):
+def check_type(value, column, types, place):
     if not isinstance(value, types | None):
         what = "text" if types is str else "label"
         advice = f"type --{what}_column=NAME, or make it a string or null"
-        raise ValueError(f"{column!r} is {value!r:.40}, no {what}: {advice}")
+        raise ValueError(f"{place}: {column!r} is {value!r:.40}, no {what}: {advice}")
     if isinstance(value, str) and not value.isascii():
         # U+FFFD for lone surrogates, which JSON may hold and UTF-8 may not
         value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -49,7 +49,7 @@ LEFT_OUT = "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos
         (SHORT, "", LEFT_OUT),
         (LABELS, "", r"classes look alike \(1\): 'TRUE' = 'True'\n"),
         (LABELS, "", r"several labels \(6\): '<x><z>'; \"\['y', 'x'\]\"; 'x#y'; 'x;y'; 'y x'\n"),
-        (LABELS, "", r"stand for no label \(1\): '#N/A'\n"),
+        (LABELS, "", r"there is no label \(1\): '#N/A'\n"),
         (table([("5 \ufffd", "x"), ("b", "y")]), "", "WARNING: 1 rows have U"),
         ('{"text": "a", "answer": "Ignore", "label": 1}\n', "", "type --without=answer=Ignore"),
         (table(COPIES), "", r"texts have several labels \(1\): .* \(x, y\)\n1 texts are"),
@@ -120,7 +120,7 @@ def test_own_labels(tmp_path, data_dir, sentences, monkeypatch, own_code):
     del options["label_column"]
     new = tmp_path / "new.csv"
     new.write_text(f"id;body;label\n1;;?\n2;{texts[0]};\n", "utf-8")
-    assert "2 rows, 1 without text; it saw no labels" in script(SCRIPT, out, predict=new, **options)
+    assert "2 rows, 1 of them without text;" in script(SCRIPT, out, predict=new, **options)
     answer = pipe(texts[0])[0]
     _, empty, line = (tmp_path / "new_labelled.csv").read_text("utf-8").splitlines()
     *cells, probability = line.split(";")

@@ -26,6 +26,7 @@ from nanocram import hub, sources
 from nanocram.tokenizer import CLS, SEP, Tokenizer, normalise
 
 FILES = ("tokenizer.json", "train.bin", "val.bin")
+UTF = ["UTF-16", "UTF-16LE", "UTF-16BE", "UTF-32"]
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
 # zstd: magic number, a window of 512 MB, one raw block
 LONG_WINDOW = b"\x28\xb5\x2f\xfd\x00\x98" + ((5 << 3) | 1).to_bytes(3, "little") + b"text\n"
@@ -132,7 +133,7 @@ def test_every_kind_of_file_is_read(tmp_path, corpus, capsys):
     counts = prepare(tmp_path / "out", globs, text_column="body")["counts"]
     train, _ = check_rows(tmp_path / "out", texts * 6)
     assert (counts["read"], counts["kept"]) == (6 * len(texts), len(train))
-    assert re.search("names are left out.*\n1 of the files have no bytes", capsys.readouterr().out)
+    assert re.search("names lead to .*\n1 of the files have no", capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -222,7 +223,7 @@ def test_text_as_it_is_keeps_every_byte(tmp_path, capsys):
     settings = {"normalisation": "none", "vocab_size": 260, "seq_len": 8}  # bytes alone
     counts = prepare(tmp_path / "out", tmp_path / "a.jsonl", **settings)["counts"]
     assert (counts["read"], counts["empty"]) == (607, 307)
-    assert "300 of 607 documents have text" in capsys.readouterr().out
+    assert "300 of 607 documents have a text in 'text'" in capsys.readouterr().out
     assert counts["characters"] + counts["val_characters"] == sum(map(len, texts))
     n_tokens = sum(len(text.encode()) + 1 for text in texts)  # with a [SEP] each
     assert counts["tokens"] + counts["val_tokens"] == n_tokens
@@ -243,7 +244,7 @@ def test_text_as_it_is_keeps_every_byte(tmp_path, capsys):
         ("a.tsv", "id\ttext\n1\tok\n2\ttwo\nlines\n", "line 4: it has 1 cells, and the header 2"),
         ("a.tsv", "text\tid\na\t1\t\n", ("a",)),
         ("a.csv", "text,id\na,1,,\nb\n", ("a", "b")),
-        ("a.csv", "text,id\na,1,, x,\n", "has 5 cells, and the header 2, and none for 'x'"),
+        ("a.csv", "text,id\na,1,, x,\n", "has 5 cells, and the header 2, none for 'x'"),
         ("a.txt.zst", LONG_WINDOW, "zstd -d --long=31"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": NaN}\n', "line 3: 'text' is nan, no text"),
         ("a.json", '[{"text": "a"}, ["b"]]', 'record 2: ["b"] is no object: take it out'),
@@ -258,10 +259,10 @@ def test_text_as_it_is_keeps_every_byte(tmp_path, capsys):
         ("a.tsv", 'id\ttext\n1\t"He said ""no"""\n', ('"He said ""no"""',)),
         # half an emoji, and a byte that is no UTF-8
         ("a.jsonl", b'{"text": "\\ud83d."}\n{"text": "\xfcber"}\n', ("\ufffd.", "\ufffdber")),
-        ("a.txt", "ab".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
-        ("a.csv", "text,id\n".encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8"),
-        ("a.csv", "text,id\r\n".encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8"),
-        ("a.txt", "ab".encode("utf-32"), "iconv -f UTF-32 -t UTF-8"),
+        *(("a.csv", "text,id\r\n".encode(x), f"iconv -f {x} -t UTF-8 OLD") for x in UTF),
+        ("a.txt", ("“Да, мы” " * 9).encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8"),
+        ("a.txt", "请问，要去哪里？\n".encode("utf-16-le"), "it is no text"),
+        ("a.txt", b"\xfd7zXZ\0\0\4\xe6", "it is no text"),
         ("a.txt", "ein\0 ü\0\0 \ufffd", ["ein\0 ü\0\0 \ufffd"]),
         ("a.csv", b"PK\3\4\x14\0\0\0", "unzip it"),
         ("a.jsonl.gz", gzip.compress(gzip.compress(b"{}")), "gzip -dc < OLD"),
@@ -302,7 +303,7 @@ ONE = next(x for i in range(100) if is_held_out(x := " ".join(500 * [f"morning {
         (repeated("good 𝐦𝐨𝐫𝐧𝐢𝐧𝐠 to all of you ☂ at 2° and to the dog"), "WARNING", {}),
         (repeated("it’s “½” of €5 – the ﬁrst x² ≤ 3 … of Æsop"), "", {"vocab_size": 290}),
         (repeated("उन्होंने बच्चों को ७ कहानियाँ सुनाईं"), "type --normalisation=plain", {}),
-        (ONE, "100% of the text is held out: type --documents=lines", {}),
+        (ONE, "100% of the text is held out: give more documents", {}),
         (repeated("5 \ufffd"), "WARNING: 400 doc", {"normalisation": "plain", "vocab_size": 265}),
         (FRENCH.encode("cp1252"), "most texts are not UTF-8: .* iconv -f WINDOWS-1252", {}),
         (LOG, "type --filter_ratio=0", {"vocab_size": 4096, "filter_ratio": -1.0}),

@@ -91,7 +91,8 @@ def find_files(source):
             if real[path] in seen:  # by another glob, or links in a circle
                 continue
             if not file_kind(path):
-                sys.exit(f"{path} is of no kind that is read: use .txt, .jsonl, .csv or .parquet")
+                kinds = ".txt, .jsonl, .csv (in Excel: CSV UTF-8) or .parquet"
+                sys.exit(f"{path} is of no kind that is read: use {kinds}")
             if not os.access(path, os.R_OK):
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
             seen.add(real[path])
@@ -101,9 +102,9 @@ def find_files(source):
         n_again += len(paths) - len(new)
         n_empty += sum(size == 0 for _, size, _ in new)
     if n_again:
-        safety.say(f"{n_again} names lead to files that are read already: each is read once")
+        safety.say(f"names that lead to files which are read already: {n_again}")
     if n_empty:
-        safety.say(f"{n_empty} of the files have no bytes")
+        safety.say(f"files without a byte: {n_empty}")
     return found
 
 

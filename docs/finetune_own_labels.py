@@ -36,6 +36,7 @@ from prepare import copy_key, describe, find_files, has_copies, is_held_out, is_
 
 # cells that mean: no label, as blank ones do; annotators' words for a row that is no good
 BLANK = "#n/a #nv #name? #ref! #value! #div/0! n/a na nan <na> null none ? - . -1 -1.0".split()
+BLANK += ["k.a.", "unlabeled", "unlabelled", "todo"]
 REJECTED = "reject rejected ignore ignored discard discarded skip skipped was_cancelled".split()
 
 parser = argparse.ArgumentParser(usage=__doc__)
@@ -48,7 +49,9 @@ defaults |= {"without": "", "predict": ""}  # rows to leave out, FIELD=VALUE,VAL
 for name, value in defaults.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
 parser.add_argument("--trust_remote_code", choices=("True", "False"), default="False")
-args = parser.parse_args()
+args, more = parser.parse_known_args()
+if more:
+    sys.exit(f"{more[0]} is no option, or one name too many: put a pattern of names in quotes")
 if read_ranks()[2] > 1:
     sys.exit("this script is one process: start it without torchrun")
 os.environ.pop("LOCAL_RANK", None)  # by which Trainer would wait for others
@@ -62,6 +65,7 @@ if not args.predict:
 elif args.train:
     sys.exit(f"--predict trains nothing: leave out {args.train}")
 without, equals, unwanted = args.without.partition("=")
+unwanted = unwanted.replace(f"{without}=", "").split(",")
 if args.without and not equals:
     sys.exit(f"type --without={without}=VALUE, or several values with commas between them")
 trusted = {"trust_remote_code": args.trust_remote_code == "True"}
@@ -114,7 +118,7 @@ def find(source):
     if not paths:
         sys.exit(f"there is no file {source}")
     if len({Path(path).parent for path in paths if sources.file_kind(path) == "text"}) == 1:
-        advice = "make it a .csv (in Excel: CSV UTF-8), .tsv or .jsonl, or a folder for each label"
+        advice = "make a table, see docs/own_text.md, or to train give a folder for each label"
         sys.exit(f"{paths[0]} has no columns: {advice}")
     return paths
 
@@ -124,7 +128,7 @@ def read(source):
     asked = {*args.text_column.split(","), args.label_column}
     rows, rejected, n_without = [], collections.defaultdict(set), 0
     for text, label, record in itertools.chain.from_iterable(map(read_file, find(source))):
-        if args.without and str(record.get(without)) in unwanted.split(","):
+        if args.without and str(record.get(without)) in unwanted:
             n_without += 1
             continue
         label = " ".join(re.sub("[\u200b\u2060\ufeff]", " ", label).split())  # no width
@@ -136,6 +140,8 @@ def read(source):
                 rejected[name].add(value)
     if args.without:
         print(f"{source}: left out: {n_without} rows that have {args.without}")
+        if not n_without and source == args.train:
+            sys.exit("are the name and the values right?")
     for name, found in rejected.items():
         said = shlex.quote(f"--without={name}={','.join(sorted(found))}")
         print(f"WARNING: some rows were rejected, as {name} says: type {said} to leave them out")
@@ -193,13 +199,15 @@ def look(rows):
     is_scale = len(others) in (1, 2) or any(name[0] == "-" for name in others)  # -1, 0, 1
     blank = [name for name in names if name.lower() in BLANK]
     doubts = {
-        "classes may mean that there is no label": [
+        "classes may mean that there is no label, and --without leaves them out": [
             repr(name) for name in blank if not (is_scale and name in numbers)
         ],
         "classes look alike": [" = ".join(map(repr, x)) for x in alike.values() if len(x) > 1],
         "classes are several labels": several,
         "texts have several labels": [
-            f"{min(x.values())!r:.40} ({', '.join(x)})" for x in labels_of.values() if len(x) > 1
+            f"{min(x.values())!r:.40} ({', '.join(x):.80})"
+            for x in labels_of.values()
+            if len(x) > 1
         ],
     }
     for what, found in doubts.items():
@@ -259,7 +267,9 @@ def label_table():
     if not any(has_text):
         sys.exit(f"{path} has no row with a text")
     table = pandas.DataFrame([record for *_, record in rows], dtype=object)
-    table = table.map(lambda x: json.dumps(x) if isinstance(x, list | dict) else x)
+    table = table.map(
+        lambda x: json.dumps(x, ensure_ascii=False) if isinstance(x, list | dict) else x
+    )
     columns = ["predicted_label", "probability"]
     if taken := [name for name in columns if name in table]:
         sys.exit(f"{path} has a column {taken[0]} already: rename it")
@@ -319,7 +329,8 @@ if args.dev and not n_train.keys() & n_dev:
     advice = "give other rows, or write the labels alike"
     sys.exit(f"{args.dev} has no new text with a label of {args.train}: {advice}")
 if one_sided := sorted(n_train.keys() ^ n_dev):
-    print(f"WARNING: classes to train on only or held out only: {', '.join(one_sided[:5])}")
+    some = "; ".join(f"{name!r:.40}" for name in one_sided[:5])
+    print(f"WARNING: classes to train on only or held out only: {some}: give more rows of each")
 pairs = collections.Counter(label for label, _ in {(y, copy_key(text)) for text, y in train})
 is_enough = sum(n > 1 for n in pairs.values()) > 1  # so that no third has all texts of a class
 if not (dev and is_enough and len(names) <= max(2, len(train) // 2)):

@@ -137,7 +137,7 @@ def find_settings(namespace):
 def run_recipe(path, names, folder):
     """Run a recipe of here or of folder on names, and return them; it may include() another one."""
     place = Path(path) if Path(path).exists() else folder / path
-    if not place.exists():
+    if not place.exists() or place.suffix != ".py":
         sys.exit(f"there is no recipe {path}: a setting is --name=value; --help lists them")
     outer = names.get("include")
     names["include"] = lambda other: run_recipe(place.parent / other, names, folder)

@@ -128,8 +128,9 @@ def json_rows(file, path, types, _):
             found = json.loads(part.rstrip())
         except json.JSONDecodeError as e:
             why = f"line {line + e.lineno - 1}, column {e.colno} is no whole object: {e.msg}"
-            hint = "; if it goes on in the next line, type jq -c . OLD > NEW.jsonl"
-            raise ValueError(why + hint * (e.pos == len(e.doc))) from None
+            goes_on = "; if it goes on in the next line, type jq -c . OLD > NEW.jsonl"
+            hint = goes_on * (e.pos == len(e.doc)) or "; docs/own_text.md has other formats"
+            raise ValueError(why + hint) from None
         for number, record in enumerate(found if is_list else [found], 1):
             place = f"record {number}" if is_list else f"line {line}"
             if not isinstance(record, dict):
@@ -159,11 +160,12 @@ def table_rows(file, path, types, whole):
     names, begin, n_wide = None, 1, 0  # the line where the row begins
     try:
         for cells in rows:
-            if not any(cells) or (not names and cells[0][:4].lower() == "sep="):
+            is_row = any(cells) or (whole and names and len(cells) > is_tsv)
+            if not is_row or (not names and cells[0][:4].lower() == "sep="):
                 pass  # a blank line, or Excel's first one
             elif not names:
                 names = [*map(str.strip, cells)]
-                hint = rule if '"' in "".join(names) else "if line 1 is no header, put one above it"
+                hint = rule if '"' in "".join(names) else "line 1 is to be the header"
                 check_columns([*types, *(names if whole else ())], names, f"; {hint}")
                 width = max(i for i, name in enumerate(names, 1) if name)
             elif (more := "".join(cells[width:]).strip()) or (is_tsv and len(cells) < width):

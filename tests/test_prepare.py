@@ -133,7 +133,7 @@ def test_every_kind_of_file_is_read(tmp_path, corpus, capsys):
     counts = prepare(tmp_path / "out", globs, text_column="body")["counts"]
     train, _ = check_rows(tmp_path / "out", texts * 6)
     assert (counts["read"], counts["kept"]) == (6 * len(texts), len(train))
-    assert re.search("names lead to .*\n1 of the files have no", capsys.readouterr().out)
+    assert re.search("names that lead to .*\nfiles without a byte: 1", capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_text_as_it_is_keeps_every_byte(tmp_path, capsys):
         ("a.csv", 'text,id\n"a\nb",1\n"Great,2\nok,3\n', "line 4: its quote is never closed"),
         ("a.csv", f"text\n{'long' * 300}\n", "line 2: "),
         ("a.csv", "text,id\none,1\rtwo,2\n", "line 2: a bare CR stands in it"),
-        ("a.csv", '"3","Wall St."\n"4","b"\n', "if line 1 is no header, put one above"),
+        ("a.csv", '"3","Wall St."\n"4","b"\n', "line 1 is to be the header"),
         ("a.tsv", "text\tid\rone\t1\rtwo\t2\r", "type tr '\\r' '\\n' < OLD > NEW.tsv"),
         ("a.tsv", '"text"\t"label"\n"a"\t"b"\n', "name it .csv"),
         ("a.tsv", "id\ttext\n1\tok\n2\ttwo\nlines\n", "line 4: it has 1 cells, and the header 2"),

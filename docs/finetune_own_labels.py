@@ -7,6 +7,7 @@ python docs/finetune_own_labels.py out/labelled --predict=new.csv
 import argparse
 import codecs
 import collections
+import functools
 import itertools
 import json
 import os
@@ -267,9 +268,8 @@ def label_table():
     if not any(has_text):
         sys.exit(f"{path} has no row with a text")
     table = pandas.DataFrame([record for *_, record in rows], dtype=object)
-    table = table.map(
-        lambda x: json.dumps(x, ensure_ascii=False) if isinstance(x, list | dict) else x
-    )
+    as_text = functools.partial(json.dumps, ensure_ascii=False)
+    table = table.map(lambda x: as_text(x) if isinstance(x, list | dict) else x)
     columns = ["predicted_label", "probability"]
     if taken := [name for name in columns if name in table]:
         sys.exit(f"{path} has a column {taken[0]} already: rename it")

@@ -80,9 +80,9 @@ def check_text(begin):
 def open_text(file, path):
     """The characters of an open file; every end of a line stays as it is, and bytes that are not
     UTF-8 become U+FFFD. Raises a ValueError if it is no text."""
-    file = io.BufferedReader(file, 1 << 20)
     if path.lower().endswith((".gz", ".zst")):
-        check_begin(file.peek(), rb"\x1f\x8b")
+        check_begin(file.read(512), rb"\x1f\x8b")
+        file.seek(0)
     if path.lower().endswith(".gz"):
         file = gzip.GzipFile(fileobj=file)
     if path.lower().endswith(".zst"):

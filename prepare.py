@@ -220,7 +220,7 @@ def make_vocabulary(files, folder):
     held_out = 1 - sum(map(len, to_train_on)) / sum(map(len, sample))
     if held_out > 3 * rule["val_share"] + 0.05:
         said = f"{held_out:.0%} of the text is held out: give more documents, or --documents=lines"
-        if not to_train_on:
+        if not (to_train_on or tokenizer):
             sys.exit(said)
         print(f"WARNING: {said}")
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 500)]]

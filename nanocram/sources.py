@@ -69,7 +69,7 @@ def check_text(begin):
     check_begin(begin)
     for i, name in enumerate(("UTF-16BE", "UTF-16LE")):
         high = begin[i::2]  # of UTF-16 these bytes have 0 and few other values
-        if b"\0" in high and len({*high}) <= min(8, len(high) // 4):
+        if b"\0" in high and len({*high}) <= min(8, len(high) // 3):
             raise ValueError(f"it is {name}: type iconv -f {name} -t UTF-8 OLD > NEW")
     try:
         codecs.getincrementaldecoder("utf-8")().decode(begin if b"\0" in begin else b"")

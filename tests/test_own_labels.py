@@ -37,7 +37,6 @@ SHORT = "label,text,note\npos,a,x\n" + "neg ,b\n" * 40 + " ,c,x\npos,,x\n,d\npos
 LEFT_OUT = "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos\n39 .* copies"
 
 
-# test_prepare.py has more of what is wrong in a table
 @pytest.mark.parametrize(
     ("content", "dev", "said"),
     [
@@ -47,9 +46,8 @@ LEFT_OUT = "45 rows; left out: 2 without label, 1 without text\n.*: neg\n.*: pos
         (NUMBERED, "", "12 classes, all of them numbers(.*\n)*cannot read out/none"),
         # blank labels are none, spaces are stripped, a short row is used if it has text and label
         (SHORT, "", LEFT_OUT),
-        (LABELS, "", r"classes look alike \(1\): 'TRUE' = 'True'\n"),
+        (LABELS, "", r"no label, .* \(1\): '#N/A'\n.* look alike \(1\): 'TRUE' = 'True'\n"),
         (LABELS, "", r"several labels \(6\): '<x><z>'; \"\['y', 'x'\]\"; 'x#y'; 'x;y'; 'y x'\n"),
-        (LABELS, "", r"there is no label, .* \(1\): '#N/A'\n"),
         (table([("5 \ufffd", "x"), ("b", "y")]), "", "WARNING: 1 rows have U"),
         ('{"text": "a", "answer": "Ignore", "label": 1}\n', "", "type --without=answer=Ignore"),
         (table(COPIES), "", r"texts have several labels \(1\): .* \(x, y\)\n1 texts are"),
@@ -85,7 +83,6 @@ def test_own_labels(tmp_path, data_dir, sentences, monkeypatch, own_code):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trained_on": {"seq_len": 32}}))
     rows = [(text, "asks" if i % 3 else "tells") for i, text in enumerate(sentences[:180])]
     rows[0] = " ".join([*sentences[:9], "[SEP]"]), "tells"
-    # copies are on one side
     rows += [(text.upper().replace(" ", "  "), label) for text, label in rows[:40]]
     table = [("id", "body", "queue"), *((i, *row) for i, row in enumerate(rows)), (9, "x", "")]
     train, out = tmp_path / "train.csv", tmp_path / "new/labelled"
@@ -117,20 +114,15 @@ def test_own_labels(tmp_path, data_dir, sentences, monkeypatch, own_code):
     assert f"accuracy of {bag_hits:.1%}, always naming 'asks' {always:.1%}" in before
     assert f"accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out rows" in after
     assert not (tmp_path / "new/labelled.tmp").exists()
-    del options["label_column"]
-    new = tmp_path / "new.csv"
-    new.write_text(f"id;body;label\n1;;?\n2;{texts[0]};\n", "utf-8")
-    assert "2 rows, 1 of them without text;" in script(SCRIPT, out, predict=new, **options)
-    answer = pipe(texts[0])[0]
-    _, empty, line = (tmp_path / "new_labelled.csv").read_text("utf-8").splitlines()
+    (tmp_path / "a.csv").write_text(f"id;body;label\n1;;?\n;;\n2;{texts[0]};\n", "utf-8")
+    script(SCRIPT, out, predict=tmp_path / "a.csv", **options)
+    _, *empty, line = (tmp_path / "a_labelled.csv").read_text("utf-8").splitlines()
     *cells, probability = line.split(";")
-    assert empty == "1;;?;;" and cells == ["2", texts[0], "", answer["label"]]
-    assert float(probability) == pytest.approx(answer["score"], abs=1e-3)
-
+    assert empty == ["1;;?;;", ";;;;"] and cells == ["2", texts[0], "", answers[0]]
+    assert float(probability) == pytest.approx(pipe(texts[0])[0]["score"], abs=1e-3)
     for i, (text, label) in enumerate(rows[:90]):  # a folder for each label
         folder = tmp_path / label.replace("asks", "wants")
         folder.mkdir(exist_ok=True)
         (folder / f"{i}.txt").write_text(text, "utf-8")
-    said = script(SCRIPT, out, f"{tmp_path}/*/*.txt", tmp_path / "more", **options)
-    assert "has labels of its own (asks, tells): a new head is drawn" in said
-    assert re.search("90 rows; left out: 0 without .*to train on, .*: wants\n", said, re.DOTALL)
+    said = script(SCRIPT, out, f"{tmp_path}/*/*.txt", tmp_path / "x", **options)
+    assert re.search(r"(?s)90 rows; .*: wants\n.* labels of its own \(asks, tells\): a new", said)

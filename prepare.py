@@ -68,7 +68,8 @@ load_tokenizer = functools.cache(Tokenizer)  # once in a process
 
 def describe(path):
     """[path, bytes, time of change]"""
-    return [path, os.stat(path).st_size, os.stat(path).st_mtime_ns]
+    stat = os.stat(path)
+    return [path, stat.st_size, stat.st_mtime_ns]
 
 
 def find_files(source):
@@ -218,10 +219,10 @@ def make_vocabulary(files, folder):
     rule = {"val_share": val_share or float(f"{chosen:.1g}"), "by_key": has_copies(sample)}
     to_train_on = [text for text in sample if not is_held_out(text, **rule)]
     held_out = 1 - sum(map(len, to_train_on)) / sum(map(len, sample))
+    said = f"{held_out:.0%} of the text is held out: give more documents, or --documents=lines"
+    if not (to_train_on or tokenizer):
+        sys.exit(said)
     if held_out > 3 * rule["val_share"] + 0.05:
-        said = f"{held_out:.0%} of the text is held out: give more documents, or --documents=lines"
-        if not (to_train_on or tokenizer):
-            sys.exit(said)
         print(f"WARNING: {said}")
     begins = [text[:10000] for text in sample[:: max(1, len(sample) // 500)]]
     paths = {path for path, *_ in itertools.chain(*files.values())}

@@ -525,8 +525,7 @@ def take_all_passes(run, held_out_rows):
 
     # the largest shape twice more at the end, now that the gradients are in memory
     shapes = row_shapes()
-    passes = [machine.timed(run.device, forward_backward, s) for s in shapes + 2 * shapes[:1]]
-    seconds, _ = zip(*passes, strict=True)
+    seconds = [machine.timed(run.device, forward_backward, s)[0] for s in shapes + 2 * shapes[:1]]
     # all batches of evaluations have one shape
     batch = held_out(held_out_rows[: run.small_pass], run.small_pass)["val_loss_15"]
     evaluations = [machine.timed(run.device, estimate_loss, run, batch)[0] for _ in range(3)]

@@ -46,9 +46,10 @@ for name in ("train", "out"):
     parser.add_argument(name, nargs="?", default="")
 defaults = {"dev": "", "text_column": "text", "label_column": "label", "pooling": "mean"}
 defaults |= {"lr": 1e-3, "epochs": 3, "batch": 16, "seed": 0, "fresh": 0}
-defaults |= {"without": "", "predict": ""}  # rows to leave out, FIELD=VALUE,VALUE; a table to label
+defaults |= {"predict": ""}  # a table to label
 for name, value in defaults.items():
     parser.add_argument(f"--{name}", type=type(value), default=value)
+parser.add_argument("--without", action="append", default=[])  # rows: FIELD=VALUE,VALUE
 parser.add_argument("--trust_remote_code", choices=("True", "False"), default="False")
 args, more = parser.parse_known_args()
 if more:
@@ -63,12 +64,10 @@ if not args.predict:
     if out.exists():
         sys.exit(f"{out} exists: name a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-elif args.train:
-    sys.exit(f"--predict trains nothing: leave out {args.train}")
-without, equals, unwanted = args.without.partition("=")
-unwanted = unwanted.replace(f"{without}=", "").split(",")
-if args.without and not equals:
-    sys.exit(f"type --without={without}=VALUE, or several values with commas between them")
+elif args.train or args.dev or args.without:
+    sys.exit("--predict trains nothing: name no second table, no --dev, no --without")
+if wrong := [rule for rule in args.without if "=" not in rule]:
+    sys.exit(f"type --without={wrong[0]}=VALUE, or several values with commas between them")
 trusted = {"trust_remote_code": args.trust_remote_code == "True"}
 times = []  # when each step ended
 
@@ -82,42 +81,48 @@ class Forecast(transformers.TrainerCallback):
 
 
 def read_file(path):
-    """[(text, label, the whole record)] of a file; a label that is missing is "", and so are all
-    for --predict. A folder NAME=LABEL labels its tables; a .txt is one text, which the name of its
-    folder labels."""
+    """Yield (text, label, the whole record) of a file's rows; a label that is missing is "", and so
+    are all for --predict. A folder NAME=LABEL labels its tables; a .txt is one text, which the name
+    of its folder labels. Of parquet a record is whole for --predict and --without alone."""
     types = dict.fromkeys(args.text_column.split(","), str)
     if args.label_column in types:
         sys.exit(f"{args.label_column} is in --text_column, too: type --label_column=NAME")
     in_folder = re.search(rf"(^|/){re.escape(args.label_column)}=([^/]*)/", path)
     label = in_folder and urllib.parse.unquote(in_folder[2])
-    rows, before = [], describe(path)
+    is_text = sources.file_kind(path) == "text"
+    if not (in_folder or is_text or args.predict):
+        types[args.label_column] = str | int | float
+    before, whole = describe(path), bool(args.predict or args.without)
     try:
         with open(path, "rb") as file:
-            if sources.file_kind(path) == "text":
+            if is_text:
                 label = label or Path(os.path.abspath(path)).parent.name
-                rows.append((sources.open_text(file, path).read(), label, {}))
-            else:
-                if not (in_folder or args.predict):
-                    types[args.label_column] = str | int | float
-                for cells, record in sources.read_rows(file, path, types, bool(args.predict)):
-                    found = cells.pop() if args.label_column in types else label
-                    found = "" if found is None or found != found else str(found)  # NaN
-                    rows.append((" ".join(filter(None, cells)), found, record))
+                yield sources.open_text(file, path).read(), label, {}
+            for cells, record in () if is_text else sources.read_rows(file, path, types, whole):
+                found = cells.pop() if args.label_column in types else label
+                found = "" if found is None or found != found else str(found)  # NaN
+                yield " ".join(filter(None, cells)), found, record
     except Exception as e:  # whatever the readers of gzip, JSON or parquet raise
         sys.exit(f"{path}: {' '.join(str(e).split()) or repr(e)}")
     if describe(path) != before:
         sys.exit(f"{path} changed while it was read: type the command again, or give a copy of it")
-    if path in sources.NOT_UTF8 and is_lost("".join(text + label for text, label, _ in rows)):
+
+
+def check_utf8(path, rows):
+    """Exit if a hundredth of the rows of a file have lost characters that are not UTF-8."""
+    texts = [f"{text}{label}" for text, label, *_ in rows]
+    n_lost = sum("\ufffd" in text for text in texts)
+    if path in sources.NOT_UTF8 and n_lost > len(rows) / 100 and is_lost("".join(texts)):
         advice = "if it is of Western Europe, type iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
         sys.exit(f"{path} is not UTF-8: {advice}")
-    return rows
 
 
 def find(source):
     """Paths of local files; exits if there is none, or one that cannot have a label."""
-    paths = [path for found in find_files(source).values() for path, *_ in found]
-    if not paths:
-        sys.exit(f"there is no file {source}")
+    found = find_files(source)
+    if missing := [name for name, files in found.items() if not files]:
+        sys.exit(f"there is no file {missing[0]}")
+    paths = [path for files in found.values() for path, *_ in files]
     if len({Path(path).parent for path in paths if sources.file_kind(path) == "text"}) == 1:
         advice = "make a table, see docs/own_text.md, or to train give a folder for each label"
         sys.exit(f"{paths[0]} has no columns: {advice}")
@@ -128,19 +133,26 @@ def read(source):
     """[(text, label), ...] of files that prepare.py reads, without rows that lack text."""
     asked = {*args.text_column.split(","), args.label_column}
     rows, rejected, n_without = [], collections.defaultdict(set), 0
-    for text, label, record in itertools.chain.from_iterable(map(read_file, find(source))):
-        if args.without and str(record.get(without)) in unwanted:
-            n_without += 1
-            continue
-        label = " ".join(re.sub("[\u200b\u2060\ufeff]", " ", label).split())  # no width
-        rows.append((text.strip(), label.replace("__HIVE_DEFAULT_PARTITION__", "")))
-        for name in record.keys() - asked:
-            value = str(record[name])[:20]
-            word = name.lower() if value.lower() == "true" else value.lower()
-            if word in REJECTED:
-                rejected[name].add(value)
+    rules = (rule.partition("=") for rule in args.without)
+    without = [(name, values.split(",")) for name, _, values in rules]
+    for path in find(source):
+        first = len(rows)
+        for text, label, record in read_file(path):
+            label = " ".join(re.sub("[\u200b\u2060\ufeff]", " ", label).split())  # no width
+            label = label.replace("__HIVE_DEFAULT_PARTITION__", "")
+            cells = record | {args.label_column: label}
+            if any(str(cells.get(name)).strip() in values for name, values in without):
+                n_without += 1
+                continue
+            rows.append((text.strip(), label))
+            for name in record.keys() - asked:
+                value = str(record[name])[:20]
+                word = name.lower() if value.lower() == "true" else value.lower()
+                if word in REJECTED:
+                    rejected[name].add(value)
+        check_utf8(path, rows[first:])
     if args.without:
-        print(f"{source}: left out: {n_without} rows that have {args.without}")
+        print(f"{source}: left out: {n_without} rows that have {' or '.join(args.without)}")
         if not n_without and source == args.train:
             sys.exit("are the name and the values right?")
     for name, found in rejected.items():
@@ -192,7 +204,7 @@ def look(rows):
         is_list = re.search("[];|；}]|^<.*>$", name) and any(n_with[part] > 1 for part in cut)
         return len(cut) > 1 and (is_list or cut <= alone or n_names[cut] > 1)
 
-    several = [repr(name) for name, cut in parts.items() if is_several(name, cut)]
+    several = [name for name, cut in parts.items() if is_several(name, cut)]
     if len(several) == 1 and several[0].replace(" ", "").isalnum():  # "not spam" may be one
         several = []
     numbers = [name for name in names if re.fullmatch(r"[-+]?\d+(\.0)?", name)]
@@ -204,7 +216,7 @@ def look(rows):
             repr(name) for name in blank if not (is_scale and name in numbers)
         ],
         "classes look alike": [" = ".join(map(repr, x)) for x in alike.values() if len(x) > 1],
-        "classes are several labels": several,
+        "classes are several labels": [*map(repr, several)],
         "texts have several labels": [
             f"{min(x.values())!r:.40} ({', '.join(x):.80})"
             for x in labels_of.values()
@@ -263,12 +275,13 @@ def label_table():
     labelled = Path(re.sub(r"\.\w+(\.gz|\.zst)?$", "", path) + "_labelled.csv")
     if labelled.exists():
         sys.exit(f"{labelled} exists: move it")
-    rows = read_file(path)
+    rows = [*read_file(path)]
+    check_utf8(path, rows)
     has_text = [bool(text.strip()) for text, *_ in rows]
     if not any(has_text):
         sys.exit(f"{path} has no row with a text")
     table = pandas.DataFrame([record for *_, record in rows], dtype=object)
-    as_text = functools.partial(json.dumps, ensure_ascii=False)
+    as_text = functools.partial(json.dumps, ensure_ascii=False, default=str)
     table = table.map(lambda x: as_text(x) if isinstance(x, list | dict) else x)
     columns = ["predicted_label", "probability"]
     if taken := [name for name in columns if name in table]:
@@ -283,7 +296,12 @@ def label_table():
     how = {"encoding": "utf-8-sig" if begin.startswith(codecs.BOM_UTF8) else "utf-8"}
     how["sep"] = ";" if begin.count(b";") > begin.count(b",") else ","  # as Excel wants it
     how |= {"index": False, "errors": "replace"}
-    safety.write_beside(labelled, lambda temporary: table.to_csv(temporary, **how))
+    try:
+        safety.write_beside(labelled, lambda temporary: table.to_csv(temporary, **how))
+    except OSError as e:
+        print(f"WARNING: {labelled} cannot be written ({e.strerror})")
+        labelled = Path(tempfile.mkdtemp(), labelled.name)  # so that the work is not lost
+        table.to_csv(labelled, **how)
     counts = table["predicted_label"].value_counts()
     print(*(f"{n:9,} {label}" for label, n in counts[:50].items()), sep="\n")
     n_blank = len(rows) - len(answers)
@@ -407,8 +425,11 @@ print(f"{out}: accuracy {hits:.1%}, macro-F1 {f1:.1%} on {len(dev)} held-out row
 if hits <= max(bag_hits, always):
     print("WARNING: that is no better than without a BERT: take the bag, or train longer")
 trust = ", trust_remote_code=True" * (trusted["trust_remote_code"] and hasattr(config, "auto_map"))
-flags = "".join(f" {arg}" for arg in sys.argv if re.match("--(text_col|label_col|trust)", arg))
-print(f"""To use it: python docs/finetune_own_labels.py {out} --predict=new.csv{flags}, or
+command = ["python", "docs/finetune_own_labels.py", str(out), "--predict=new.csv"]
+for name in ("text_column", "label_column", "trust_remote_code"):
+    if (value := getattr(args, name)) != parser.get_default(name):
+        command.append(f"--{name}={value}")
+print(f"""To use it: {shlex.join(command)}, or
 import transformers
 transformers.pipeline("text-classification", {str(out)!r}, truncation=True{trust})("A text.")
 transformers.AutoModelForSequenceClassification.from_pretrained({str(out)!r}{trust})""")

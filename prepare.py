@@ -92,8 +92,7 @@ def find_files(source):
             if real[path] in seen:  # by another glob, or links in a circle
                 continue
             if not file_kind(path):
-                kinds = ".txt, .jsonl, .csv (in Excel: CSV UTF-8) or .parquet"
-                sys.exit(f"{path} is of no kind that is read: use {kinds}")
+                sys.exit(f"{path} is of no kind that is read: use .txt, .jsonl, .parquet or .csv")
             if not os.access(path, os.R_OK):
                 sys.exit(f"{path} cannot be read: its link leads nowhere, or you may not read it")
             seen.add(real[path])

@@ -152,9 +152,10 @@ def read(source):
                     rejected[name].add(value)
         check_utf8(path, rows[first:])
     if args.without:
-        print(f"{source}: left out: {n_without} rows that have {' or '.join(args.without)}")
+        said = " or ".join(args.without)
         if not n_without and source == args.train:
-            sys.exit("are the name and the values right?")
+            sys.exit(f"no row of {source} has {said}: look at its columns and their values")
+        print(f"{source}: left out: {n_without} rows that have {said}")
     for name, found in rejected.items():
         said = shlex.quote(f"--without={name}={','.join(sorted(found))}")
         print(f"WARNING: some rows were rejected, as {name} says: type {said} to leave them out")

@@ -19,7 +19,7 @@ SIGNS = {
     rb"version https://git-lfs": "a pointer of git LFS: type git lfs pull",
     rb"\x1f\x8b": "gzip: type gzip -dc < OLD > NEW",
     rb"PK\x03\x04": "a zip archive or an Excel file: unzip it, or save it as CSV UTF-8",
-    rb".{257}ustar": "a tar archive: type tar -xf OLD",
+    rb".{257}ustar(\0|  \0)": "a tar archive: type tar -xf OLD",
     rb"\xff\xfe\0\0|\0\0\xfe\xff": "UTF-32: type iconv -f UTF-32 -t UTF-8 OLD > NEW",
     rb"\xff\xfe|\xfe\xff": "UTF-16: type iconv -f UTF-16 -t UTF-8 OLD > NEW",
 }

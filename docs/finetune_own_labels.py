@@ -281,9 +281,12 @@ def label_table():
     has_text = [bool(text.strip()) for text, *_ in rows]
     if not any(has_text):
         sys.exit(f"{path} has no row with a text")
-    table = pandas.DataFrame([record for *_, record in rows], dtype=object)
     as_text = functools.partial(json.dumps, ensure_ascii=False, default=str)
-    table = table.map(lambda x: as_text(x) if isinstance(x, list | dict) else x)
+    records = [
+        {name: as_text(x) if isinstance(x, list | dict) else x for name, x in record.items()}
+        for *_, record in rows
+    ]
+    table = pandas.DataFrame(records, dtype=object)
     columns = ["predicted_label", "probability"]
     if taken := [name for name in columns if name in table]:
         sys.exit(f"{path} has a column {taken[0]} already: rename it")

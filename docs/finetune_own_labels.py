@@ -83,7 +83,7 @@ class Forecast(transformers.TrainerCallback):
 def read_file(path):
     """Yield (text, label, the whole record) of a file's rows; a label that is missing is "", and so
     are all for --predict. A folder NAME=LABEL labels its tables; a .txt is one text, which the name
-    of its folder labels. Of parquet a record is whole for --predict and --without alone."""
+    of its folder labels. Of parquet the record may have these columns alone."""
     types = dict.fromkeys(args.text_column.split(","), str)
     if args.label_column in types:
         sys.exit(f"{args.label_column} is in --text_column, too: type --label_column=NAME")
@@ -92,13 +92,15 @@ def read_file(path):
     is_text = sources.file_kind(path) == "text"
     if not (in_folder or is_text or args.predict):
         types[args.label_column] = str | int | float
-    before, whole = describe(path), bool(args.predict or args.without)
+    before, whole = describe(path), bool(args.predict or args.without or in_folder)
     try:
         with open(path, "rb") as file:
             if is_text:
                 label = label or Path(os.path.abspath(path)).parent.name
                 yield sources.open_text(file, path).read(), label, {}
             for cells, record in () if is_text else sources.read_rows(file, path, types, whole):
+                if in_folder and args.label_column in record and not args.predict:
+                    sys.exit(f"{path} has a {args.label_column}, too: rename it, or its folder")
                 found = cells.pop() if args.label_column in types else label
                 found = "" if found is None or found != found else str(found)  # NaN
                 yield " ".join(filter(None, cells)), found, record

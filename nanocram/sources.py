@@ -122,7 +122,7 @@ def json_rows(file, path, types, _):
     parts = [first + file.read()] if is_list else itertools.chain([first], file)
     names = None
     for line, part in enumerate(parts, 1):
-        if not part.strip():
+        if not part or part.isspace():
             continue
         try:
             found = json.loads(part.rstrip())

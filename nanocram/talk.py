@@ -72,7 +72,7 @@ class Log:
         self.wandb = self.bar = None  # there is a bar from the first step on
         self.matmul_flops = facts["matmul_flops"] * facts["processes"]
         self.first_row = run.state.rows_seen  # where this process began to train
-        self.train_seconds = self.speed = self.mfu = 0.0  # of this process
+        self.train_seconds = 0.0  # of this process
         samples = facts["settings"]["samples"]
         if samples == "auto":
             samples = ENGLISH if run.tokenizer.mode == "ascii" else ""
@@ -140,21 +140,21 @@ class Log:
         run, state, before = self.run, self.run.state, self.train_seconds
         self.train_seconds += state.recent["step"][-1]
         tokens = (state.rows_seen - self.first_row) * run.rows.seq_len
-        self.speed = tokens / max(1e-9, self.train_seconds)
-        self.mfu = self.speed * run.flops_per_token / self.matmul_flops
+        speed = tokens / max(1e-9, self.train_seconds)  # of steps alone
+        mfu = speed * run.flops_per_token / self.matmul_flops
         trained = run.clock.elapsed() - state.setup_seconds
         left = trained / max(progress, 1e-9) - trained
         self.bar = self.bar or Bar(total=1.0, bar_format="{percentage:3.0f}%|{bar}|{postfix}")
-        said = f"step {state.step:,}  loss {state.last['loss']:.3f}  {self.speed:,.0f} tokens/s  "
-        said += f"MFU {self.mfu:.0%}  {left / 60:.0f} min left"
+        said = f"step {state.step:,}  loss {state.last['loss']:.3f}  {speed:,.0f} tokens/s  "
+        said += f"MFU {mfu:.0%}  {left / 60:.0f} min left"
         self.bar.set_postfix_str(said, refresh=False)
         self.bar.update(progress - self.bar.n)
         if before <= 10 < self.train_seconds:
-            tokens = state.rows_seen * run.rows.seq_len + self.speed * left
+            tokens = state.rows_seen * run.rows.seq_len + speed * left
             epochs = tokens / run.rows.seq_len / len(run.rows)
             share = (tokens + state.began_from.get("tokens", 0)) / self.facts["parameters"]
             held = f"{tokens / 1e6:,.1f}M tokens, {epochs:.2f} epochs, {share:.1f} per parameter"
-            say(f"{self.speed:,.0f} tokens/s: the run holds {held}")
+            say(f"{speed:,.0f} tokens/s in steps: the run holds {held}")
             if share < 1:
                 say("WARNING: few tokens per parameter: train longer, or take a smaller model")
 
@@ -171,8 +171,11 @@ class Log:
         words = epochs * run.meta["counts"]["words"] / 1e6
         steps = f"{state.step:,} steps, {state.skipped} of them skipped"
         read = f"{tokens:,} tokens, {words:.2f}M words, {epochs:.2f} epochs"
-        took = f"{run.clock.elapsed():.0f} s, {state.setup_seconds:.0f} of them to set up"
-        say(f"{steps}; {read}; {self.speed:,.0f} tokens/s, MFU {self.mfu:.0%}; {took}")
+        seconds = run.clock.elapsed()
+        speed = tokens / seconds  # all in, after a resume too
+        mfu = speed * run.flops_per_token / self.matmul_flops
+        took = f"{seconds:.0f} s, {state.setup_seconds:.0f} of them to set up"
+        say(f"{steps}; {read}; {took}: {speed:,.0f} tokens/s all in, MFU {mfu:.0%}")
         at_15, at_25 = losses["val_loss_15"], losses["val_loss_25"]
         per_char = f"{losses['val_nats_per_char']:.4f} nats per character"
         say(f"held-out loss {at_15:.4f} at 15 % masked, {at_25:.4f} at 25 %; {per_char}")

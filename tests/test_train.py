@@ -241,7 +241,7 @@ def test_a_result_that_is_none_is_called_so(train, setting, monkeypatch, capsys)
     assert re.search(r"^ 58%  step 7  loss .* tokens/s .* min left$", said, re.MULTILINE)
 
 
-def test_the_log(train, setting, tmp_path, monkeypatch):
+def test_the_log(train, setting, tmp_path, monkeypatch, capsys):
     """Means since its last line. A resume, be it a GPU's, cuts off what its checkpoint has not."""
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     setting(max_steps=6, log_every=1, evals=1, samples="", out_dir=str(tmp_path / "each"))
@@ -269,6 +269,9 @@ def test_the_log(train, setting, tmp_path, monkeypatch):
         share = module.lr_scale((steps - 1) / steps)
         wanted = lr * share, muon_lr * share
         assert (line["lr"], line["muon_lr"]) == pytest.approx(wanted, rel=1e-5)
+    # the speed of the whole run, of what came before the resume too
+    *_, speed = re.findall(r"([\d,]+) tokens/s all in", capsys.readouterr().out)
+    assert int(speed.replace(",", "")) <= after[-1]["tokens"] / after[-1]["elapsed_s"]
 
 
 def test_a_log_that_cannot_be_written_stops_no_checkpoint(train, setting, monkeypatch, capsys):

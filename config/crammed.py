@@ -6,6 +6,25 @@ run prepare.py with this file too.
 
 The A6000 that scored 80.4 had micro-batches and a first step of 512 rows, as here. Cards of 11 to
 16 GB had 96 and 128: --micro_batch=128 --batch_start=128.
+
+What differs from the authors' code (GLUE's part is in docs/how_it_works.md):
+
+    corpus        a part of the Pile that is no longer hosted; here the Pile without its copyrighted
+                  part, and in the other recipes FineWeb
+    text          they delete all that is not ASCII, and don't, with a typographic apostrophe,
+                  becomes dont; here such signs become ASCII first
+    vocabulary    WordPiece of all filtered documents; here byte-level BPE of 100 MB, unfiltered
+    filter        ALBERT's tokens of the raw text; here our own, at a threshold that drops about as
+                  many documents
+    rows          documents shuffled, then packed, 128 tokens of text; here packed, then rows
+                  shuffled, [CLS] and 127 of text
+    masks         any place, not quite uniform; here never [CLS], uniform, as many
+    entry 0       gets no gradient; here it is [PAD], which no row has
+    precision     float16 with a loss scale; here bfloat16 where it is native
+    resume        from the first row again; here where it was
+    small models  fresh weights of 0.02; here larger ones below 768 columns
+    bert.py       its schedule is linear to the end of 8M micro-batches; here of the budget
+    izsak.py      trains at 2e-3; here at 1e-3, its inventors' rate
 """
 
 # data: as many tokens as the paper's behind the filter, in its order. With more

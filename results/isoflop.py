@@ -20,6 +20,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 DRAWS = 2000
+DAY = 12.6e9 * 596e6  # FLOPs of a day of an RTX 4090: by cards.py 12.6B tokens of 596 MFLOP
 DEFAULTS = {"lr": "0.004", "batch_rows": "32"}
 
 
@@ -144,33 +145,43 @@ def print_checks():
         print(f"| {size[0]} | {size[1]} × {size[2]} | {changed} | {here} | {beside} |")
 
 
+def laws():
+    """Laws floor + a × FLOPs^b through the lowest losses, in nats per character: [(floor, function
+    of FLOPs, b, by how much it misses one of them at most)]."""
+    logged = [run for run in load() if run["val_nats_per_char"]]
+    per_nat = float(logged[0]["val_nats_per_char"]) / float(logged[0]["val_loss_15"])
+    found = curves("parameters")
+    losses = []
+    for x, y in found.values():
+        curve, bottom, _ = parabola(x, y)
+        losses.append(curve(bottom) * per_nat)
+    result = []
+    for floor in (0, 0.1, 0.2, 0.3, 0.4, 0.5):
+        line = np.polyfit(np.log(list(found)), np.log(np.array(losses) - floor), 1)
+
+        def law(flops, floor=floor, line=line):
+            return floor + np.exp(np.polyval(line, np.log(flops)))
+
+        missed = np.abs(law(np.array(list(found))) - losses).max()
+        result.append((floor, law, line[0], missed))
+    return result
+
+
 def print_forecast():
-    """What floor + a × FLOPs^b, through the lowest losses, says of two longer runs, a loose test,
-    and of a day of an RTX 4090, by cards.py 12.6B tokens of 596 MFLOP."""
+    """What laws() say of two longer runs, a loose test, and of a day."""
     ends = []
     for name in ("ten_hours", "h100_nine_minutes"):
         with open(HERE / f"{name}.csv", newline="") as f:
             last = list(csv.DictReader(f))[-1]
         ends.append((name, float(last["flops"]), last["val_nats_per_char"]))
-    ends.append(("a day", 12.6e9 * 596e6, "not measured"))
-    logged = [run for run in load() if run["val_nats_per_char"]]
-    per_nat = float(logged[0]["val_nats_per_char"]) / float(logged[0]["val_loss_15"])
-    found = curves("parameters")
-    budgets = np.log(list(found))
-    losses = []
-    for x, y in found.values():
-        curve, bottom, _ = parabola(x, y)
-        losses.append(curve(bottom) * per_nat)
+    ends.append(("a day", DAY, "not measured"))
     print("\nNats per character\n")
     print("| floor | exponent | misses the lowest losses by up to |", end="")
     print("".join(f" {name}, {flops:.2g} FLOPs: {end} |" for name, flops, end in ends))
     print("| ---: |" + " ---: |" * 5)
-    for floor in (0, 0.1, 0.2, 0.3, 0.4, 0.5):
-        law = np.polyfit(budgets, np.log(np.array(losses) - floor), 1)
-        missed = np.abs(floor + np.exp(np.polyval(law, budgets)) - losses).max()
-        forecasts = [floor + np.exp(np.polyval(law, np.log(flops))) for _, flops, _ in ends]
-        print(f"| {floor} | {law[0]:.3f} | {missed:.3f} |", end="")
-        print("".join(f" {forecast:.3f} |" for forecast in forecasts))
+    for floor, law, exponent, missed in laws():
+        print(f"| {floor} | {exponent:.3f} | {missed:.3f} |", end="")
+        print("".join(f" {law(flops):.3f} |" for _, flops, _ in ends))
 
 
 def draw():

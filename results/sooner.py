@@ -1,0 +1,65 @@
+"""What makes a masked model learn sooner? All edits of sooner.csv beside their base.
+
+    python results/sooner.py    # a table for each race, the lowest loss first
+
+Pairs share seed, rows and masks. A difference is the last held-out loss less the base's, in nats,
+with its standard error where there are three pairs or more.
+"""
+
+import csv
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+TODAY = "max_steps=1000 schedule=trapezoid mask_token_share=1 random_token_share=0 zero_init=True "
+TODAY += "muon_lr=0.01 mask_rate=0.3 mask_rate_end=0.3"
+SMALL = "micro_batch=32 batch_size=32 batch_start=32 max_steps=3000 compile=False"
+START = "neighbour_heads; frequency_bias"
+RACES = {  # {title: (commit, recipe, settings, edit of the base)}
+    "today's tiny.py, 4.1M tokens": ("a6a208c", "config/tiny.py", TODAY, START),
+    "tiny.py of a6a208c, 4.1M tokens": ("a6a208c", "config/tiny.py", "max_steps=1000", ""),
+    "small.py's 4.7M parameters, 12.3M tokens": ("a6a208c", "config/small.py", SMALL, ""),
+    "tiny.py at fa40fa9, 4.1M tokens": ("fa40fa9", "config/tiny.py", "max_steps=1000", ""),
+}
+
+
+def last_losses():
+    """{(commit, recipe): {(edit, settings): {seed: the last held-out loss}}}."""
+    runs = defaultdict(lambda: defaultdict(dict))
+    with open(Path(__file__).with_name("sooner.csv"), newline="") as f:
+        for line in csv.DictReader(f):
+            edit = "; ".join(sorted(line["edit"].split("; ")))
+            variant = edit, line["settings"]
+            runs[line["commit"], line["recipe"]][variant][line["seed"]] = float(line["val_loss_15"])
+    return runs
+
+
+def main():
+    runs = last_losses()
+    for title, (commit, recipe, settings, start) in RACES.items():
+        base_edit = "; ".join(sorted(start.split("; ")))
+        variants = runs[commit, recipe]
+        base = variants[base_edit, settings]
+        rows = []
+        for (edit, of_run), losses in variants.items():
+            extra = of_run.removeprefix(settings)
+            seeds = sorted(losses.keys() & base.keys())
+            is_other_race = not of_run.startswith(settings) or (of_run + settings).count(TODAY) == 1
+            if is_other_race or (edit, extra) == (base_edit, "") or not seeds:
+                continue
+            found = np.array([losses[seed] - base[seed] for seed in seeds])
+            error = found.std(ddof=1) / len(found) ** 0.5 if len(found) > 2 else 0
+            said = f"{found.mean():+.3f} ± {error:.3f}" if error else ""
+            each = ", ".join(f"{x:+.3f}" for x in found)
+            gone = [f"no {part}" for part in start.split("; ") if part and part not in edit]
+            more = [part for part in edit.split("; ") if part not in start.split("; ")]
+            label = "; ".join([*filter(None, more), *gone, *extra.split()])
+            rows.append((found.mean(), f"| {label} | {said} | {each} |"))
+        levels = ", ".join(f"{base[seed]:.3f}" for seed in sorted(base))
+        print(f"\n**{title}** (base: {levels})\n\n| edit | mean | by seed |\n| --- | ---: | ---: |")
+        print("\n".join(row for _, row in sorted(rows)))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,8 @@
 
 It is to see the text some ten times. None of the three was trained, on a GPU or a CPU: what they
 would learn is not known. The hours are arithmetic, at 28 TFLOP/s of an RTX 3090, half of what it
-should reach in layers of 768 columns; a 4090 should take half of them. --lr is that of
-docs/finetune_own_labels.py: measured with 4.7M and 48M parameters, a guess between them.
+should reach in layers of 768 columns; a 4090 should take 0.6 of them. --lr is that of
+docs/finetune_own_labels.py: GLUE's with 4.7M and 48M parameters, a guess between them.
 
     text      tokens    behind the recipe, for train.py                     size    hours    --lr
     40 MB     10M       --n_layer=6 --n_head=4 --n_embd=256 --n_inner=512   8M      0.03     3e-4

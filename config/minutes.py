@@ -1,8 +1,8 @@
 """The day's rehearsal: 42 minutes of an RTX 4090, by arithmetic, or nine of an H100.
 
 48.3M parameters, by all of train.py's defaults but for the sizes. An H100 reached 0.527 nats per
-character in nine minutes, and a mean of 72.2 on five GLUE tasks, with the settings below and other
-text: results/README.md. On it type --budget_hours=0.15.
+character in nine minutes, and a mean of 72.2 on five GLUE tasks, with the settings below, other
+text and an older start: results/README.md. On it type --budget_hours=0.15.
 """
 
 # prepare.py: a twelfth of the day's text and of its download

@@ -7,8 +7,8 @@ starts a kernel, and a card's time is the sum of the three, as if nothing overla
 evaluating and saving, some 1 % of a day, are left out. The size that a day wants is the line of
 isoflop.py, continued over four orders of magnitude.
 
-Before one was at hand, 620 TFLOP/s and 2.8 TB/s were assumed for an H100. The forecast of 604,000
-tokens/s for full batches was 2 % too high: products are faster, bytes slower than assumed.
+Before one was at hand, 620 TFLOP/s and 2.8 TB/s were assumed for an H100. The forecast of 606,000
+tokens/s for full batches was 3 % too high: products are faster, bytes slower than assumed.
 """
 
 import math

@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 NAMES = [
     "3 minutes, two CPU cores\n1.0M parameters",
     "an hour, one CPU core\n4.7M parameters",
-    "10 hours, one CPU core\n12.0M parameters",
-    "9 minutes, one H100\n48.3M parameters",
+    "10 hours, one CPU core, older start\n12.0M parameters",
+    "9 minutes, one H100, older start\n48.3M parameters",
 ]
 
 

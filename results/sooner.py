@@ -16,10 +16,10 @@ TODAY = "max_steps=1000 schedule=trapezoid mask_token_share=1 random_token_share
 TODAY += "muon_lr=0.01 mask_rate=0.3 mask_rate_end=0.3"
 SMALL = "micro_batch=32 batch_size=32 batch_start=32 max_steps=3000 compile=False"
 START = "neighbour_heads; frequency_bias"
-RACES = {  # {title: (commit, recipe, settings, edit of the base)}
+RACES = {  # {title: (commits, recipe, settings, edit of the base)}
     "today's tiny.py, 4.1M tokens": ("a6a208c", "config/tiny.py", TODAY, START),
     "tiny.py of a6a208c, 4.1M tokens": ("a6a208c", "config/tiny.py", "max_steps=1000", ""),
-    "small.py's 4.7M parameters, 12.3M tokens": ("a6a208c", "config/small.py", SMALL, ""),
+    "small.py's 4.7M parameters, 12.3M tokens": ("a6a208c fa40fa9", "config/small.py", SMALL, ""),
     "tiny.py at fa40fa9, 4.1M tokens": ("fa40fa9", "config/tiny.py", "max_steps=1000", ""),
 }
 
@@ -37,9 +37,12 @@ def last_losses():
 
 def main():
     runs = last_losses()
-    for title, (commit, recipe, settings, start) in RACES.items():
+    for title, (commits, recipe, settings, start) in RACES.items():
         base_edit = "; ".join(sorted(start.split("; ")))
-        variants = runs[commit, recipe]
+        variants = defaultdict(dict)
+        for commit in commits.split():
+            for variant, losses in runs[commit, recipe].items():
+                variants[variant] |= losses
         base = variants[base_edit, settings]
         rows = []
         for (edit, of_run), losses in variants.items():

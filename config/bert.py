@@ -20,7 +20,7 @@ order = "shuffle"
 filter_ratio = 0.0
 # architecture: learned positions and token types, norms behind the sums, biases everywhere, GELU.
 # A small model has not learnt with the table of positions (82M tokens, no decay), nor with decay;
-# with --position_embedding=sinusoidal_fixed --weight_decay=0 --lr=0.001 it has (results/README.md)
+# with --position_embedding=sinusoidal_fixed --weight_decay=0 --lr=0.001 it has (recipes_learn.csv)
 n_layer = 12
 n_inner = 3072
 activation = "gelu"

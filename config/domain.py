@@ -10,7 +10,7 @@ docs/finetune_own_labels.py: GLUE's with 4.7M and 48M parameters, a guess betwee
     400 MB    100M      nothing                                             18M     0.8      2e-4
     2 GB      500M      --n_layer=12 --n_head=8 --n_embd=512 --n_inner=1024 40M     10       1e-4
 
---budget_hours is one hour as it is: type 0.1 for the first, 10 for the last.
+The default is --budget_hours=1: type 0.1 for 40 MB, 10 for 2 GB.
 """
 
 # prepare.py: half of the day's vocabulary, any script, and nothing is left out

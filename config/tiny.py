@@ -21,7 +21,7 @@ n_inner = 256
 micro_batch = 32
 batch_size = 32
 batch_start = 32
-# in 1,000 steps these two are worth 0.12 nats: results/README.md
+# in 1,000 steps these two are worth 0.12 nats: results/sooner.csv, seed 0
 lr = 0.009
 mask_rate_end = 0.3  # more tokens to learn from
 evals = 6

@@ -2,8 +2,8 @@
 
     python results/runs.py    # reads the CSV files that it names, draws runs.png
 
-Lines of runs.csv are the evaluations in the log.csv of two runs, which the notebook names. The band
-is where isoflop.py's small runs lead, with floors of 0 to 0.5 nats per character.
+Lines of runs.csv are the evaluations in the log.csv of two runs. The band is where isoflop.py's
+small runs lead, with floors of 0 to 0.5 nats per character.
 """
 
 import csv
@@ -46,8 +46,9 @@ def main():
     forecasts = np.array([law(flops) for _, law, _, _ in isoflop.laws()])
     axes.fill_between(flops, forecasts.min(0), forecasts.max(0), color="0.88", lw=0)
     said = "a day, one RTX 4090: not run;\nsmall runs lead to "
-    said += f"{forecasts.min():.2f} to {forecasts[:, -1].max():.2f}"
-    axes.annotate(said, (isoflop.DAY, forecasts[:, -1].mean()), (4, -10), color="0.4", **beside)
+    low, *_, high = sorted(forecasts[:, -1])
+    said += f"{low:.2f} to {high:.2f}"
+    axes.annotate(said, (isoflop.DAY, (low + high) / 2), (4, -10), color="0.4", **beside)
     axes.set(xscale="log", ylim=(0.3, 1.2), xlim=(7e10, 1e22))
     axes.set(xlabel="FLOPs of training", ylabel="held-out loss, nats per character")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,8 @@
 """A small BERT on the embedded corpus in three minutes, sized for two CPU cores.
 
-They buy a model that fills in plain words. For a classifier or sentence vectors it is no better
-than fresh weights, and worse at the small learning rates of large models, since its token table is
-eight times as large as theirs (results/README.md). Begin at 1e-3 to 2e-3, or train it longer.
+They buy a model that fills in plain words. For a classifier or sentence vectors it was no better
+than fresh weights on 2026-11-23, and worse at the small learning rates of large models, since its
+token table is eight times as large (results/README.md). Begin at 1e-3 to 2e-3, or train it longer.
 """
 
 # prepare.py

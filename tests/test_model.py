@@ -214,6 +214,14 @@ def test_heads_begin_by_attending_to_neighbours(tmp_path):
                 assert (max(of_side) == of_side[0] > 0.2) == neighbour_heads
 
 
+def test_a_class_in_place_of_attention_begins_so_too():
+    fresh = module.Attention(model_config(**SIZES, neighbour_heads=True))
+    other = torch.nn.Module()
+    other.n_head, other.Wq, other.Wk = fresh.n_head, fresh.Wq, fresh.Wk
+    other.apply(module.look_at_neighbours)
+    assert other.Wk.bias.abs().max() > 1
+
+
 def test_zero_init_makes_every_block_the_identity():
     model = MaskedLM(model_config(**SIZES, zero_init=True)).eval()
     x = model.model.embeddings(padded_batch(17)[0])

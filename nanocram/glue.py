@@ -67,7 +67,7 @@ REFERENCES = {
 EXPLANATION = """\
 - Medians over seeds, scores after the last epoch, in percent: Matthews' correlation (CoLA), F1
   (MRPC, QQP), Pearson's correlation (STS-B), accuracy (the rest).
-- † as published: arXiv 2212.14034; best of five days: crammed-bert's model card.
+- † as published: arXiv 2212.14034; best of five runs: crammed-bert's model card.
 """
 
 

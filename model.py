@@ -309,7 +309,8 @@ def look_at_neighbours(module):
     """For Module.apply(): even heads begin by attending to the token before, odd ones to the one
     behind. Biases b of keys and R(d) b of queries, R(d) being rotary's turn by d tokens (arXiv
     2104.09864), add to logits a function of the distance t alone, 6 at its peak, where t = d."""
-    if not hasattr(module, "Wq"):  # of Attention, or of what stands in its place
+    # Attention, or a class in its place; one without biases begins anywhere
+    if getattr(getattr(module, "Wq", None), "bias", None) is None:
         return
     D = module.Wq.out_features // module.n_head
     n = max(1, D // 4)  # the faster half of the frequencies: others hardly tell neighbours apart

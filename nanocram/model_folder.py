@@ -23,7 +23,7 @@ AUTO_MAP = {f"Auto{x.replace('For', 'ModelFor')}": f"hf_model.Nanocram{x}" for x
 CODE = {"hf_model.py": Path(__file__).with_name("hf_model.py").read_text("utf-8")}
 CODE["model.py"] = Path(sys.modules["model"].__file__).read_text("utf-8")
 # hash_of_code() of the model.py that tests/test_model_folder.py found to be a ModernBERT
-MODERNBERT = "7557cbab248bd6d3"
+MODERNBERT = "58c58a871125a1fe"
 # what a ModernBERT has, of what ModelConfig lets one choose
 NATIVE = {"activation": "geglu", "position_embedding": "rope", "embedding_norm": True}
 NATIVE |= {"final_norm": True, "first_attn_norm": False, "post_norm": False, "token_types": 0}

@@ -220,6 +220,8 @@ def test_a_class_in_place_of_attention_begins_so_too():
     other.n_head, other.Wq, other.Wk = fresh.n_head, fresh.Wq, fresh.Wk
     other.apply(module.look_at_neighbours)
     assert other.Wk.bias.abs().max() > 1
+    other.Wq = torch.nn.Linear(8, 8, bias=False)
+    other.apply(module.look_at_neighbours)
 
 
 def test_zero_init_makes_every_block_the_identity():

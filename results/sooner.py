@@ -15,6 +15,9 @@ import numpy as np
 NEWER = "max_steps=1000 schedule=trapezoid mask_token_share=1 random_token_share=0 zero_init=True "
 NEWER += "muon_lr=0.01 mask_rate=0.3 mask_rate_end=0.3"
 SMALL = "micro_batch=32 batch_size=32 batch_start=32 max_steps=3000 compile=False"
+WORDS = f"vocab_size=4096 {SMALL}"
+MINIATURE = "vocab_size=2048 n_layer=3 n_head=2 n_embd=64 n_inner=128 batch_size=32 batch_start=32 "
+MINIATURE += "micro_batch=32 max_steps=4096 compile=False"
 START = "neighbour_heads; frequency_bias"
 RACES = {  # {title: (commits, recipe, settings, edit of the base)}
     "tiny.py with the settings of 7792c35, 4.1M tokens": (
@@ -25,7 +28,9 @@ RACES = {  # {title: (commits, recipe, settings, edit of the base)}
     ),
     "tiny.py of a6a208c, 4.1M tokens": ("a6a208c", "config/tiny.py", "max_steps=1000", ""),
     "small.py's 4.7M parameters, 12.3M tokens": ("a6a208c fa40fa9", "config/small.py", SMALL, ""),
+    "small.py with 4,096 entries": ("a5b6bf4", "config/small.py", WORDS, START),
     "tiny.py at fa40fa9, 4.1M tokens": ("fa40fa9", "config/tiny.py", "max_steps=1000", ""),
+    "64 wide, 16.8M tokens": ("a6a208c", "", MINIATURE, ""),
 }
 
 
